@@ -1,0 +1,49 @@
+"""The command `agentrl`: picks the subcommand, loads only that one, and turns user errors into one line."""
+
+import sys
+from importlib import import_module
+
+import agentrl
+
+# command -> what it does; the module agentrl.cli.<command> holds `main(args: list[str]) -> int`
+COMMANDS: dict[str, str] = {}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS), default=0)
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: agentrl COMMAND [OPTIONS]",
+            "",
+            "Train language-model agents by reinforcement learning, fast and exactly.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`agentrl COMMAND --help` lists a command's options; `agentrl --version` the version.",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status (2 for wrong input, as argparse does)."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if args[0] == "--version":
+        print(f"agentrl {agentrl.__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        import difflib
+
+        nearest = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        hint = f"; did you mean `{nearest[0]}`?" if nearest else f"; commands are {', '.join(COMMANDS)}"
+        print(f"agentrl: no command {args[0]!r}{hint}", file=sys.stderr)
+        return 2
+    try:
+        return import_module(f"agentrl.cli.{args[0]}").main(args[1:])
+    except (ValueError, FileNotFoundError) as error:
+        print(f"agentrl {args[0]}: {error}", file=sys.stderr)
+        return 2

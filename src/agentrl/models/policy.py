@@ -1,0 +1,68 @@
+"""The protocol between models and everything else; the trainer knows no other."""
+
+# R rows, L row length, B slots, K new tokens a slot, V vocabulary, D width
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output head: logits = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap).
+
+    `None` means absent. The sampling temperature is not part of the model: callers divide by it.
+    """
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    softcap: float | None = None  # Gemma 2
+    scale: float | None = None  # Cohere, Granite: multiplies the logits before the soft-cap
+
+
+class KVCache(Protocol):
+    """Keys and values of `num_slots` sequences, each of its own length."""
+
+    num_slots: int
+    lengths: Tensor  # [num_slots] int64: tokens held by each slot
+
+    def reset(self, slots: Tensor) -> None:
+        """Forget the tokens of slots [B] int64."""
+        ...
+
+    def copy(self, source: int, targets: Tensor) -> None:
+        """Make slots `targets` [B] int64 hold what slot `source` holds: a shared prompt is computed once."""
+        ...
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A causal language model as a torch Module with the three things that training and sampling need."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that owns the parameters (often the policy itself)."""
+        ...
+
+    def hidden_states(self, ids: Tensor, position_ids: Tensor, visible_until: Tensor) -> Tensor:
+        """Last hidden states [R, L, D], after the final norm, of packed rows.
+
+        ids, position_ids, visible_until [R, L] int64; i reads the token at j iff j <= i < visible_until[j].
+        """
+        ...
+
+    def head(self) -> Head:
+        """The output head."""
+        ...
+
+    def new_cache(self, num_slots: int, max_tokens: int) -> Any:
+        """An empty KVCache for `num_slots` sequences of at most `max_tokens` tokens."""
+        ...
+
+    def extend(self, ids: Tensor, num_new: Tensor, slots: Tensor, cache: Any) -> Tensor:
+        """Append ids [B, K] to the cache at slots [B]; row b uses its first num_new[b] tokens.
+
+        Returns the hidden state [B, D] of each row's last appended token, after the final norm.
+        """
+        ...
