@@ -20,7 +20,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
          "microbatch"),
     ),
     "ops": (2, ("attention", "log_probs", "losses")),
-    "models": (3, ("policy", "tiny", "hf")),
+    "models": (3, ("policy", "scoring", "tiny", "hf")),
     "rollout": (4, ("decode", "episode")),
     "train": (5, ("config", "distributed", "step", "loop", "evaluate", "checkpoint", "metrics", "base")),
     "diagnose": (6, ("verify", "analyze")),
