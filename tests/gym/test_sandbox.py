@@ -17,9 +17,13 @@ LIMITS = Limits(cpu_seconds=0.15, wall_seconds=1.0, memory_bytes=64 << 20)
 SANE = "def f(x): return x + 1"
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["namespaces", "bare"])
+# what is left out: nothing; what an ordinary user in a container lacks; what a kernel without seccomp lacks
+SETTINGS = {"whole": (), "container": ("namespaces", "root", "user"), "unfiltered": ("filter",)}
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    with Sandbox(LIMITS, use_namespaces=request.param) as made:
+    with Sandbox(LIMITS, without=SETTINGS[request.param]) as made:
         yield made
 
 
@@ -65,7 +69,6 @@ def test_arguments_are_fresh_for_each_case(sandbox: Sandbox) -> None:
      ("raise ValueError(object())", "ValueError: <object object at 0x...>"),
      ("raise ValueError('x' * 10**6)", "ValueError: " + "x" * 185 + "..."),
      ("while True: pass", "timeout"),
-     ("import time; time.sleep(60)", "timeout"),
      ("while True:\n        try:\n            while 1: pass\n        except BaseException: pass", "timeout"),
      ("return 'x' * 10**10", "memory limit"),
      ("return [0] * 10**8", "memory limit"),
@@ -175,8 +178,8 @@ def f(x):
     return 1
 """
     limits = Limits(processes=4000)
-    for use_namespaces in (True, False):
-        with Sandbox(limits, use_namespaces=use_namespaces) as sandbox:
+    for without in ((), ("namespaces",), ("namespaces", "filter")):
+        with Sandbox(limits, without=without) as sandbox:
             run(sandbox, SANE)
             before = descendants()
             assert run(sandbox, source) == [Outcome(True, 1, "")]
@@ -245,10 +248,18 @@ def f(path):
     env, here, write, *read = [o.value for o in run(sandbox, source, "environment", "here", "write", *secret)]
     assert env == {}
     assert here == []
-    if os.getuid() == 0:
+    if has_root(sandbox):
         assert write == "x"
         assert read == ["FileNotFoundError"] * len(secret)
+    else:
+        assert write is None
     assert run(sandbox, source, "here")[0].value == []
+
+
+def has_root(sandbox: Sandbox) -> bool:
+    """Whether an empty folder is the root of the file system; if not, nothing may be written."""
+    (outcome,) = sandbox.call("import os\ndef f(): return os.path.exists('/proc')", "f", [()])
+    return outcome.value is False
 
 
 def test_files_are_small_and_few(sandbox: Sandbox) -> None:
@@ -259,8 +270,11 @@ def f(x):
     return [open("small", "w") for _ in range(100)]
 """
     big, many = [o.error for o in run(sandbox, source, 1, 2)]
-    assert big in ("OSError: [Errno 27] File too large", "process crashed (SIGXFSZ)")
-    assert many == "OSError: [Errno 24] Too many open files: 'small'"
+    if has_root(sandbox):
+        assert big == "OSError: [Errno 27] File too large"
+        assert many == "OSError: [Errno 24] Too many open files: 'small'"
+    else:
+        assert big == "PermissionError: [Errno 1] Operation not permitted: 'big'"
 
 
 def test_killing_others_fails(sandbox: Sandbox) -> None:
@@ -280,8 +294,6 @@ def f(x):
 
 
 def test_no_network(sandbox: Sandbox) -> None:
-    if not sandbox._use_namespaces:  # pyright: ignore[reportPrivateUsage]
-        pytest.skip("only a namespace takes the network away")
     source = """
 import ctypes
 def f(address):

@@ -5,15 +5,24 @@ import math
 import os
 import resource
 import signal
+import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+from agentrl.gym.system_calls import SystemCallFilter
+
+CLONE_NEWIPC, CLONE_NEWUSER = 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 NOBODY = 65534
 CAPABILITY_VERSION_3 = 0x20080522
+WALLS = ("namespaces", "root", "user", "filter")  # limits on resources always hold
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_NO_CAPABILITIES = (
+    struct.pack("=Ii", CAPABILITY_VERSION_3, 0),
+    bytes(24),
+)  # header (this process), three empty sets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +36,7 @@ class Limits:
     cpu_seconds: float = 0.25  # for loading the source, and again for each case
     wall_seconds: float = 5.0  # likewise; generous: it only stops code that waits
     memory_bytes: int = 256 << 20  # address space beyond the empty interpreter's
-    processes: int = 1  # of the user that runs them; 1: neither a process nor a thread can be started
+    processes: int = 1  # of the same user; 1: the child can start neither a process nor a thread
     file_bytes: int = 1 << 20  # size of one file
     open_files: int = 16  # descriptors, the four that the process starts with included
     result_bytes: int = 1 << 16  # encoded size of what one case returns
@@ -102,45 +111,63 @@ class ProcessNamespaces:
 
 def drop_capabilities() -> None:
     """Give up every capability, in a user namespace too."""
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    data = (ctypes.c_uint32 * 6)()
-    if _libc.capset(header, data) != 0:
+    if _libc.capset(_NO_CAPABILITIES[0], _NO_CAPABILITIES[1]) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def confine(limits: Limits, num_cases: int, base_bytes: int) -> None:
-    """Give up, in the order that lets each step still happen: files, identity, resources.
+class Walls:
+    """The walls around a child, all that the kernel grants; `without` names some of WALLS to leave out."""
 
-    The working directory becomes the root of the file system where the kernel allows it. Raises OSError when
-    a step that always works does not.
-    """
-    rooted = True
-    try:
-        os.chroot(".")
-    except OSError:
-        rooted = False  # an ordinary user where user namespaces are refused
-    if rooted:
+    def __init__(self, without: Collection[str] = ()) -> None:
+        self._without = frozenset(without)
+        self._filter = SystemCallFilter()
+        self.changes_user = os.getuid() == 0 and "user" not in without
+        with open("/proc/self/statm") as file:
+            self._base_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    def raise_around(self, limits: Limits, num_cases: int) -> None:
+        """Confine this process, in the order that lets each step still happen.
+
+        The working directory becomes the root of the file system where the kernel allows it; where it does
+        not, the filter of system calls lets no file be written. OSError when a step fails that never should.
+        """
+        has_root = "root" not in self._without and self._change_root()
+        if self.changes_user:
+            self._become_nobody()
+        drop_capabilities()
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        prctl(PR_SET_DUMPABLE, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        self._set_limits(limits, num_cases)
+        if "filter" not in self._without:
+            self._filter.install(may_write=has_root, may_start=limits.processes > 1)
+
+    def _change_root(self) -> bool:
+        try:
+            os.chroot(".")
+        except OSError:  # an ordinary user where user namespaces are refused
+            return False
         os.chdir("/")
-    if os.getuid() == 0:
+        return True
+
+    def _become_nobody(self) -> None:
         try:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
         except OSError:
             pass  # a container without that capability, or a user namespace without that id
-    drop_capabilities()
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_SET_DUMPABLE, 0)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    cpu_seconds = math.ceil(limits.cpu_seconds * (num_cases + 1)) + 1
-    for kind, amount in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, cpu_seconds),  # the parent, finer, comes first
-        (resource.RLIMIT_AS, base_bytes + limits.memory_bytes),
-        (resource.RLIMIT_NPROC, limits.processes),
-        (resource.RLIMIT_FSIZE, limits.file_bytes),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-    ):
-        _, hard = resource.getrlimit(kind)
-        amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
-        resource.setrlimit(kind, (amount, amount))
+
+    def _set_limits(self, limits: Limits, num_cases: int) -> None:
+        cpu_seconds = math.ceil(limits.cpu_seconds * (num_cases + 1)) + 1
+        for kind, amount in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_CPU, cpu_seconds),  # the parent, finer, comes first
+            (resource.RLIMIT_AS, self._base_bytes + limits.memory_bytes),
+            (resource.RLIMIT_NPROC, limits.processes),
+            (resource.RLIMIT_FSIZE, limits.file_bytes),
+            (resource.RLIMIT_NOFILE, limits.open_files),
+        ):
+            _, hard = resource.getrlimit(kind)
+            amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+            resource.setrlimit(kind, (amount, amount))

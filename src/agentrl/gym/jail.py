@@ -16,10 +16,11 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Collection
 from typing import Any, NoReturn
 
-from agentrl.gym import confine as _confine
-from agentrl.gym.confine import Limits
+from agentrl.gym import confine
+from agentrl.gym.confine import Limits, Walls
 from agentrl.gym.plain import TOO_LARGE, decode, encode
 
 # A child sees no file of the installation, so what it may import is loaded before it is forked.
@@ -42,7 +43,6 @@ PRELOADED = (
     "enum",
     "fractions",
     "functools",
-    "hashlib",
     "heapq",
     "io",
     "itertools",
@@ -159,12 +159,11 @@ def _run_child(source: str, function: str, arguments: list[str], limits: Limits)
 class Jail:
     """Runs calls in confined children, one after another; their scratch folders come and go in `base`."""
 
-    def __init__(self, base: str, own_namespaces: bool) -> None:
+    def __init__(self, base: str, walls: Walls, own_namespaces: bool) -> None:
         self._base = base
-        self._namespaces = _confine.ProcessNamespaces() if own_namespaces else None
+        self._namespaces = confine.ProcessNamespaces() if own_namespaces else None
+        self._walls = walls
         self._num_runs = 0
-        with open("/proc/self/statm") as file:
-            self._base_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
     def call(self, source: str, function: str, arguments: list[str], limits: Limits) -> list[Answer]:
         """One answer a case; a case that ends its child costs the later ones only a new child."""
@@ -189,9 +188,9 @@ class Jail:
         self._num_runs += 1
         scratch = f"{self._base}/{self._num_runs}"
         os.mkdir(scratch, 0o700)
-        if os.getuid() == 0:
+        if self._walls.changes_user:
             with contextlib.suppress(OSError):
-                os.chown(scratch, _confine.NOBODY, _confine.NOBODY)
+                os.chown(scratch, confine.NOBODY, confine.NOBODY)
         if self._namespaces:
             self._namespaces.renew()
         read_end, write_end = os.pipe()
@@ -219,7 +218,7 @@ class Jail:
             sys.meta_path[:] = sys.meta_path[:2]  # built-in and frozen modules: the same everywhere
             sys.argv[:] = ["submission"]
             random.seed(0)
-            _confine.confine(limits, len(arguments), self._base_bytes)
+            self._walls.raise_around(limits, len(arguments))
             _run_child(source, function, arguments, limits)
         except BaseException as error:
             with contextlib.suppress(BaseException):
@@ -321,10 +320,10 @@ def _children() -> list[int]:
     return found
 
 
-def serve(base: str, use_namespaces: bool = True) -> NoReturn:
+def serve(base: str, without: Collection[str] = ()) -> NoReturn:
     """Answer requests until their pipe ends, then remove the folder `base` and exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    isolated = use_namespaces and _confine.enter_namespaces()
+    isolated = "namespaces" not in without and confine.enter_namespaces()
     if isolated:
         # Namespaces of processes hold for children: the one that serves is the first of its own.
         pid = os.fork()
@@ -332,20 +331,20 @@ def serve(base: str, use_namespaces: bool = True) -> NoReturn:
             os.closerange(0, 3)
             os.waitpid(pid, 0)
             os._exit(0)
-        _confine.prctl(_confine.PR_SET_PDEATHSIG, signal.SIGKILL)
+        confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
     requests, answers = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(null, fd)
     os.environ.clear()
     os.umask(0o077)
-    _confine.prctl(_confine.PR_SET_CHILD_SUBREAPER, 1)
-    _confine.prctl(_confine.PR_SET_DUMPABLE, 0)
+    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
+    confine.prctl(confine.PR_SET_DUMPABLE, 0)
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # children do not copy the pages of what is loaded
-    jail = Jail(base, isolated)
+    jail = Jail(base, Walls(without), isolated)
     try:
         while request := read_message(requests):
             source, function, arguments, limits = json.loads(request)

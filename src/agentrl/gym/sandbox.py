@@ -12,13 +12,13 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from agentrl.gym.confine import Limits
+from agentrl.gym.confine import WALLS, Limits
 from agentrl.gym.jail import RESULT, UNSTABLE, Answer, one_line
 from agentrl.gym.plain import decode, encode, same_value
 
@@ -41,14 +41,14 @@ class Outcome:
 class _Parent:
     """The warm parent process and the pipes to it."""
 
-    def __init__(self, use_namespaces: bool) -> None:
+    def __init__(self, without: Collection[str]) -> None:
         self.owner = os.getpid()
         self.base = tempfile.mkdtemp(prefix="agentrl-sandbox-")
         os.chmod(self.base, 0o711)  # the confined user passes through to its own scratch folder
         root = str(Path(__file__).parents[2])
         code = (
             f"import sys; sys.path.append({root!r}); from agentrl.gym.jail import serve; "
-            f"sys.path.pop(); serve({self.base!r}, {use_namespaces})"
+            f"sys.path.pop(); serve({self.base!r}, {tuple(without)!r})"
         )
         # A hash seed of its own makes the order of sets, and so what functions return, repeatable.
         self.process = subprocess.Popen(
@@ -112,8 +112,9 @@ class Sandbox:
     error outcome. Each process that uses a sandbox gets a parent of its own, also after a fork; a parent that
     died is replaced.
 
-    Namespaces (processes, network), another user and an empty root folder are used where the kernel allows
-    them. `use_namespaces=False` does without them, to test what is left.
+    Limits on resources always hold. Where the kernel allows them there are four walls more: namespaces
+    (processes, network), an empty root folder, another user, a filter of system calls; `without` leaves some
+    out, to test the others.
 
     >>> with Sandbox() as sandbox:
     ...     for outcome in sandbox.call("def half(x): return 1 / x", "half", [(2,), (0,)]):
@@ -123,15 +124,17 @@ class Sandbox:
     """
 
     def __init__(
-        self, limits: Limits | None = None, cache_size: int = 16_384, *, use_namespaces: bool = True
+        self, limits: Limits | None = None, cache_size: int = 16_384, *, without: Collection[str] = ()
     ) -> None:
         if cache_size < 0:
             raise ValueError(f"cache_size must not be negative, got {cache_size}")
+        if unknown := set(without) - set(WALLS):
+            raise ValueError(f"without must name some of {WALLS}, got {sorted(unknown)}")
         self.limits = limits or Limits()
         self.num_runs = 0  # calls that were not answered from the cache
         self._cache_size = cache_size
         self._cache: OrderedDict[bytes, list[Answer]] = OrderedDict()
-        self._use_namespaces = use_namespaces
+        self._without = tuple(without)
         self._parent: _Parent | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._lock = threading.Lock()
@@ -197,7 +200,7 @@ class Sandbox:
         if self._parent and (self._parent.owner != os.getpid() or self._parent.process.poll() is not None):
             self._stop()
         if self._parent is None:
-            self._parent = _Parent(self._use_namespaces)
+            self._parent = _Parent(self._without)
             self._finalizer = weakref.finalize(self, self._parent.close)
         return self._parent
 
