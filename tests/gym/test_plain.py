@@ -25,13 +25,13 @@ plain = st.recursive(
 
 
 @given(plain)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_round_trip_keeps_value_and_types(value: object) -> None:
     assert same_value(decode(encode(value)), value)
 
 
 @given(st.text(alphabet='[]{}"tsd:,0123456789nulNaIfiy.-e', max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_hostile_text_gives_plain_data_or_value_error(text: str) -> None:
     try:
         value = decode(text)

@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.gym.sandbox import Limits, Outcome, Sandbox, same_value
 
-LIMITS = Limits(cpu_seconds=0.15, wall_seconds=1.0, memory_bytes=64 << 20)
+LIMITS = Limits(cpu_seconds=0.15, wall_seconds=5.0, memory_bytes=64 << 20)
 SANE = "def f(x): return x + 1"
 
 
@@ -21,8 +21,16 @@ SANE = "def f(x): return x + 1"
 SETTINGS = {"whole": (), "container": ("namespaces", "root", "user"), "unfiltered": ("filter",)}
 
 
+def may_change_user() -> bool:
+    """Whether root has the capability CAP_SETUID; for anybody else the limit on processes holds as it is."""
+    effective = int(Path("/proc/self/status").read_text().split("CapEff:")[1].split()[0], 16)
+    return os.getuid() != 0 or bool(effective >> 7 & 1)
+
+
 @pytest.fixture(scope="module", params=SETTINGS)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    if request.param == "unfiltered" and not may_change_user():
+        pytest.skip("refused: nothing would stop a fork bomb")
     with Sandbox(LIMITS, without=SETTINGS[request.param]) as made:
         yield made
 
@@ -167,6 +175,7 @@ def descendants() -> set[int]:
     return found - {os.getpid()}
 
 
+@pytest.mark.skipif(not may_change_user(), reason="refused: nothing would stop a fork bomb")
 def test_processes_that_may_start_are_gone_afterwards() -> None:
     source = """
 import os, time
@@ -309,6 +318,27 @@ def f(address):
         port = server.getsockname()[1]
         (outcome,) = run(sandbox, source.replace("PORT", str(port)))
     assert outcome.value in ("refused", -1)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the limit on processes binds everybody but root")
+def test_root_without_a_wall_against_fork_bombs_is_refused() -> None:
+    with Sandbox(LIMITS, without=("user", "filter")) as sandbox:
+        (outcome,) = sandbox.call(SANE, "f", [(1,)])
+    assert outcome.error.startswith("confinement failed: the kernel's limit on processes does not bind root")
+
+
+def test_without_its_wall_an_attack_would_succeed(tmp_path: Path) -> None:
+    """The planted hole: the file that the filter, or the empty root, keeps from being written is written."""
+    target = tmp_path / "written"
+    for folder in (target.parent, *list(target.parents)[1:3]):
+        folder.chmod(0o777)
+    source = "def f(path):\n    with open(path, 'w') as file: file.write('x')\n    return 1"
+    for without, is_written in (((), False), (("root",), False), (("root", "filter"), True)):
+        if not may_change_user() and "filter" in without:
+            continue
+        with Sandbox(LIMITS, without=without) as sandbox:
+            (outcome,) = sandbox.call(source, "f", [(str(target),)])
+        assert (outcome.ok, target.exists()) == (is_written, is_written)
 
 
 def test_a_case_that_hangs_costs_only_itself(sandbox: Sandbox) -> None:

@@ -70,17 +70,28 @@ def prctl(option: int, value: int) -> None:
 def enter_namespaces() -> bool:
     """Leave the network, IPC and (for children) process namespaces; False where the kernel refuses.
 
-    Root does so directly; anybody else through a user namespace in which only their own id exists.
+    Root does so directly; anybody else through a user namespace in which only their own id exists. A child
+    tries first, since a process that got only half of the way could not go back.
     """
     flags = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
+    for chosen in (flags, flags | CLONE_NEWUSER):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _enter(chosen)
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] == 0:
+            _enter(chosen)
+            return True
+    return False
+
+
+def _enter(flags: int) -> None:
     uid, gid = os.getuid(), os.getgid()
-    try:
-        unshare(flags)
-        return True
-    except OSError:
-        pass
-    try:
-        unshare(flags | CLONE_NEWUSER)
+    unshare(flags)
+    if flags & CLONE_NEWUSER:
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{uid} {uid} 1"),
@@ -88,9 +99,6 @@ def enter_namespaces() -> bool:
         ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    except OSError:
-        return False
-    return True
 
 
 class ProcessNamespaces:
@@ -129,7 +137,8 @@ class Walls:
         """Confine this process, in the order that lets each step still happen.
 
         The working directory becomes the root of the file system where the kernel allows it; where it does
-        not, the filter of system calls lets no file be written. OSError when a step fails that never should.
+        not, the filter of system calls lets no file be written. Raises OSError when a step fails that never
+        should, and where nothing would stop a fork bomb.
         """
         has_root = "root" not in self._without and self._change_root()
         if self.changes_user:
@@ -139,8 +148,12 @@ class Walls:
         prctl(PR_SET_DUMPABLE, 0)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         self._set_limits(limits, num_cases)
-        if "filter" not in self._without:
-            self._filter.install(may_write=has_root, may_start=limits.processes > 1)
+        may_start = limits.processes > 1
+        has_filter = "filter" not in self._without and self._filter.install(has_root, may_start)
+        if os.getuid() == 0 and (may_start or not has_filter):
+            raise OSError(
+                "the kernel's limit on processes does not bind root, who may not change its user here"
+            )
 
     def _change_root(self) -> bool:
         try:
