@@ -3,17 +3,17 @@
 # N sequences
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from heapq import heappop, heappush, heapreplace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+
+from agentrl.data.lengths import Lengths, as_lengths, positive_whole
 
 Algorithm = Literal["first_fit_decreasing", "best_fit_decreasing", "balanced", "portfolio"]
 Overflow = Literal["raise", "solo", "drop", "truncate"]
-Lengths = Sequence[int] | NDArray[Any] | Tensor
 
 # Subsets that the filling rule looks at in one bin beyond the greedy one; keeps it O(N log N).
 _SUBSETS_PER_BIN = 64
@@ -122,57 +122,6 @@ def _min_bins(sizes: NDArray[np.int64], capacity: int) -> int:
     return int((sizes.size - half + -(-extra // capacity)).max())
 
 
-def as_lengths(lengths: Lengths) -> NDArray[np.int64]:
-    """The lengths as int64 [N]; ValueError naming the index of one that is not a positive whole number."""
-    if isinstance(lengths, Tensor):
-        array = lengths.numpy(force=True)
-    elif isinstance(lengths, np.ndarray):
-        array = lengths
-    else:
-        array = _array_of(list(lengths))
-    if array.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    if array.ndim != 1:
-        raise ValueError(f"lengths must be a vector, got shape {array.shape}")
-    if array.dtype.kind == "f":
-        wrong = ~np.isfinite(array) | (array != np.floor(array)) | (array <= 0) | (array >= 2.0**62)
-    elif array.dtype.kind in "iu":
-        wrong = (array <= 0) | (array > 2**62)
-    else:
-        wrong = np.ones(array.shape, dtype=bool)
-    if wrong.any():
-        index = int(np.flatnonzero(wrong)[0])
-        raise _not_a_length(index, array[index])
-    return array.astype(np.int64)
-
-
-def _array_of(values: list[Any]) -> NDArray[Any]:
-    """A list as an array, without numpy's silent promotion of a bool among numbers."""
-    kinds = set(map(type, values))
-    if kinds <= {int}:
-        try:
-            return np.array(values, dtype=np.int64)
-        except OverflowError:
-            index = next(i for i, value in enumerate(values) if abs(value) > 2**62)
-            raise _not_a_length(index, values[index]) from None
-    scalars = [value.item() if isinstance(value, Tensor | np.generic) else value for value in values]
-    for index, value in enumerate(scalars):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _not_a_length(index, value)
-    return np.array(scalars) if any(isinstance(v, float) for v in scalars) else _array_of(scalars)
-
-
-def _not_a_length(index: int, value: object) -> ValueError:
-    return ValueError(f"length at index {index} must be a positive whole number, got {value!r}")
-
-
-def positive_whole(name: str, value: Any) -> int:
-    """The value as an int; ValueError with its name where it is not a positive whole number."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be a positive whole number, got {value!r}")
-    return int(value)
-
-
 # Each rule takes indices and their sizes, longest first. Sizes never grow, which is what makes the first two
 # cheap: a bin with room for this sequence has room for all later ones, and a bin without is put to sleep
 # until the sizes have come down to the room it has left.
@@ -192,9 +141,10 @@ def _first_fit(order: list[int], sizes: list[int], capacity: int, max_items: int
             bins.append([])
             room.append(capacity)
         target = awake[0]
-        bins[target].append(index)
+        members = bins[target]
+        members.append(index)
         left = room[target] = room[target] - size
-        if len(bins[target]) == max_items:
+        if len(members) == max_items:
             heappop(awake)
         elif left < size:
             heappop(awake)
@@ -219,9 +169,10 @@ def _best_fit(order: list[int], sizes: list[int], capacity: int, max_items: int)
             bins.append([])
             room.append(capacity)
         target = awake[-1]
-        bins[target].append(index)
+        members = bins[target]
+        members.append(index)
         left = room[target] = room[target] - size
-        if len(bins[target]) == max_items:
+        if len(members) == max_items:
             awake.pop()
         elif left < size:
             awake.pop()

@@ -4,17 +4,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.data.bins import Algorithm, Bins, Overflow, min_bins, pack_lengths, positive_whole
+from agentrl.data.bins import Algorithm, Bins, Overflow, min_bins, pack_lengths
+from agentrl.data.lengths import positive_whole
+from agentrl.data.prefix_tree import prefix_forest, split_tree
 from agentrl.data.trajectory import Trajectory
 
 __all__ = ["ActionTokens", "Bins", "PackedBatch", "min_bins", "pack_lengths", "pack_sequences", "unpack"]
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +114,16 @@ def pack_sequences(
     max_tokens: int,
     pad_id: int = 0,
     *,
+    share_prefixes: bool = False,
     algorithm: Algorithm = "first_fit_decreasing",
     pad_to: int | Literal["row"] | None = "row",
     overflow: Overflow = "raise",
 ) -> PackedBatch:
     """The trajectories in rows of at most `max_tokens` tokens, each whole in one row.
+
+    With `share_prefixes` a row holds prefix trees: a token stands once for all the row's trajectories that
+    agree on it and on everything before it, wherever they were in the input. What a model computes for a
+    trajectory stays the same to rounding. A tree larger than a row is split; its parts repeat the prefix.
 
     `algorithm` chooses the rows, as in `pack_lengths`. `pad_to` is the length of the rows: 'row' pads to
     max_tokens; None pads to the longest row only, so that a batch that fits one row has no padding at all
@@ -134,45 +143,70 @@ def pack_sequences(
     """
     max_tokens = positive_whole("max_tokens", max_tokens)
     if pad_to is not None and pad_to != "row":
-        pad_to = positive_whole("pad_to", pad_to)
+        pad_to = positive_whole("pad_to, if not 'row' or None,", pad_to)
     lengths = np.array([t.num_tokens for t in trajs], dtype=np.int64)
-    if overflow == "raise" and (lengths > max_tokens).any():
-        first = int(np.argmax(lengths > max_tokens))
+    overflowed = np.flatnonzero(lengths > max_tokens)
+    lengths[overflowed] = _lengths_kept(lengths, overflowed, max_tokens, overflow)
+    fits = np.flatnonzero((lengths > 0) & (lengths <= max_tokens))
+    rows = [_Row([index], [0]) for index in np.flatnonzero(lengths > max_tokens).tolist()]
+    if share_prefixes:
+        rows += _tree_rows([trajs[i].ids[: lengths[i]] for i in fits.tolist()], fits, max_tokens, algorithm)
+    else:
+        for chosen in pack_lengths(lengths[fits], max_tokens, algorithm=algorithm):
+            rows.append(_Row(fits[chosen].tolist(), [0] * len(chosen)))
+
+    width = max((int(lengths[row.members].sum()) - sum(row.shared) for row in rows), default=0)
+    if pad_to == "row":
+        width = max(max_tokens, width)
+    elif pad_to is not None:
+        width = -(-width // pad_to) * pad_to
+    return _fill(trajs, lengths, rows, overflowed.tolist(), _lay_out(rows, lengths, width), pad_id)
+
+
+def _lengths_kept(lengths: Ints, overflowed: Ints, max_tokens: int, overflow: Overflow) -> Ints:
+    """How many tokens of each overflowed trajectory go into a row."""
+    if overflow not in get_args(Overflow):
+        raise ValueError(f"overflow must be one of {', '.join(get_args(Overflow))}; got {overflow!r}")
+    if overflow == "raise" and overflowed.size:
+        first = int(overflowed[0])
         raise ValueError(
             f"trajectory {first} has {lengths[first]} tokens but a row holds {max_tokens}; "
             "raise max_tokens or set overflow='solo', 'drop' or 'truncate'"
         )
-    bins = pack_lengths(lengths, max_tokens, algorithm=algorithm, overflow=overflow)
-    if overflow == "truncate":
-        lengths = np.minimum(lengths, max_tokens)
-    elif overflow == "drop":
-        lengths[bins.overflowed] = 0
-    shared = [[0] * len(members) for members in bins]
+    if overflow == "solo":
+        return lengths[overflowed]
+    return np.full_like(overflowed, max_tokens if overflow == "truncate" else 0)
 
-    longest = max(
-        (int(lengths[members].sum()) - sum(s) for members, s in zip(bins, shared, strict=True)), default=0
-    )
-    width = longest
-    if pad_to == "row":
-        width = max(max_tokens, longest)
-    elif pad_to is not None:
-        width = -(-longest // pad_to) * pad_to
-    layout = _lay_out(list(bins), shared, lengths, width)
-    return _fill(trajs, lengths, list(bins), bins.overflowed, layout, width, pad_id)
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    members: list[int]  # trajectories in the order in which they stand
+    shared: list[int]  # leading tokens that each has in common with the one before it, and does not repeat
+
+
+def _tree_rows(ids: list[Tensor], index: Ints, max_tokens: int, algorithm: Algorithm) -> list[_Row]:
+    """Rows of the prefix trees of `ids`, which are the trajectories at `index`."""
+    forest = prefix_forest(ids)
+    parts = [part for tree in forest.trees() for part in split_tree(tree, max_tokens)]
+    place = np.argsort(forest.members)
+    rows: list[_Row] = []
+    for chosen in pack_lengths([part.num_tokens for part in parts], max_tokens, algorithm=algorithm):
+        # Parts of one tree that meet in a row join again.
+        row = forest.keep(np.sort(place[np.concatenate([parts[i].members for i in chosen])]))
+        rows.append(_Row(index[row.members].tolist(), row.shared.tolist()))
+    return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
     """Where every token stands."""
 
-    token_index: NDArray[np.int64]  # [T] as in PackedBatch
-    visible_until: NDArray[np.int64]  # [R, L]
-    segment_ids: NDArray[np.int64]  # [R, L]
+    token_index: Ints  # [T] as in PackedBatch
+    visible_until: Ints  # [R, L]
+    segment_ids: Ints  # [R, L]
 
 
-def _lay_out(
-    rows: list[list[int]], shared: list[list[int]], lengths: NDArray[np.int64], width: int
-) -> _Layout:
+def _lay_out(rows: list[_Row], lengths: Ints, width: int) -> _Layout:
     """Places sequences, each of which shares its first `shared` tokens with the one before it in its row.
 
     Only the rest of a sequence is appended. The tokens appended last and not yet closed form a stack of runs
@@ -183,10 +217,10 @@ def _lay_out(
     token_index = np.empty(int(start[-1]), dtype=np.int64)
     visible = np.tile(np.arange(1, width + 1), (len(rows), 1))
     segments = np.full((len(rows), width), -1)
-    for row, (members, commons) in enumerate(zip(rows, shared, strict=True)):
+    for row, content in enumerate(rows):
         end, segment, previous = 0, -1, 0
         open_runs: list[tuple[int, int, int]] = []  # depth and place of the first token, number of tokens
-        for member, common in zip(members, commons, strict=True):
+        for member, common in zip(content.members, content.shared, strict=True):
             while open_runs:
                 depth, place, size = open_runs[-1]
                 kept = max(common - depth, 0)
@@ -211,11 +245,10 @@ def _lay_out(
 
 def _fill(
     trajs: Sequence[Trajectory],
-    lengths: NDArray[np.int64],
-    rows: list[list[int]],
+    lengths: Ints,
+    rows: list[_Row],
     overflowed: list[int],
     layout: _Layout,
-    width: int,
     pad_id: int,
 ) -> PackedBatch:
     """The batch that a layout stands for."""
@@ -225,7 +258,8 @@ def _fill(
     mask = _joined([t.action_mask[: max(n - 1, 0)] for t, n in zip(trajs, sizes, strict=True)], torch.float32)
     logp = _joined([t.sample_logp[: max(n - 1, 0)] for t, n in zip(trajs, sizes, strict=True)], torch.float32)
 
-    shape = (len(rows), width)
+    shape = layout.visible_until.shape
+    num_followed = max(shape[1] - 1, 0)
     ids, positions = np.full(shape, pad_id), np.zeros(shape, dtype=np.int64)
     ids.reshape(-1)[layout.token_index] = tokens
     positions.reshape(-1)[layout.token_index] = np.arange(tokens.size) - np.repeat(start, lengths)
@@ -246,9 +280,9 @@ def _fill(
         position_ids=torch.from_numpy(positions),
         segment_ids=torch.from_numpy(layout.segment_ids),
         visible_until=torch.from_numpy(layout.visible_until),
-        action_mask=torch.from_numpy(row_mask[:, : max(width - 1, 0)]).contiguous(),
-        sample_logp=torch.from_numpy(row_logp[:, : max(width - 1, 0)]).contiguous(),
-        rows=rows,
+        action_mask=torch.from_numpy(row_mask[:, :num_followed]).contiguous(),
+        sample_logp=torch.from_numpy(row_logp[:, :num_followed]).contiguous(),
+        rows=[row.members for row in rows],
         actions=ActionTokens(
             source=torch.from_numpy(source),
             target=torch.from_numpy(tokens[token + 1]),
