@@ -10,7 +10,10 @@ from typing import Any
 # module -> public names, in the order in which the data flows
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.trajectory": ("Trajectory",),
+    "data.collate": ("collate", "pad_rows"),
+    "data.advantages": ("compute_advantages",),
     "ops.log_probs": ("selected_log_probs",),
+    "ops.losses": ("aggregate_loss", "kl_to_reference", "policy_loss", "reinforce_loss"),
     "models.scoring": ("sequence_log_probs",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
