@@ -31,18 +31,10 @@ def resolve_mode(mode: str) -> str:
 
 
 def check_mode(mode: str, norm_const: float | None) -> str:
-    """The resolved mode; ValueError where it needs a positive norm_const and has none, or has one unused."""
+    """The resolved mode; ValueError where it divides by norm_const and that is not positive."""
     resolved = resolve_mode(mode)
-    if resolved in _NEEDS_NORM:
-        if norm_const is None or not 0 < norm_const < float("inf"):
-            raise ValueError(
-                f"loss mode {mode!r} divides by norm_const; give a positive one, got {norm_const}"
-            )
-    elif norm_const is not None:
-        raise ValueError(
-            f"loss mode {mode!r} does not use norm_const, got {norm_const}; "
-            f"leave it out or choose {' or '.join(_NEEDS_NORM)}"
-        )
+    if resolved in _NEEDS_NORM and (norm_const is None or not 0 < norm_const < float("inf")):
+        raise ValueError(f"loss mode {mode!r} divides by norm_const; give a positive one, got {norm_const}")
     return resolved
 
 
@@ -62,14 +54,14 @@ def trajectory_weights(
 ) -> Tensor:
     """The weight, float64 [B], of each action token of the B trajectories of one optimizer step.
 
-    num_actions [B] counts their action tokens; episodes, groups [B] int64 label what belongs together (default:
-    each trajectory is its own episode). With N = num_actions.sum(), n_e the action tokens of an episode, n_g
+    num_actions [B] counts their action tokens; episodes, groups [B] int64 label what belongs together
+    (default: each trajectory is its own episode). With N = num_actions.sum(), n_e the action tokens of an episode, n_g
     those of a group, and E and G the episodes and groups that have any:
 
         token_mean 1/N | token_sum 1 | sequence_mean 1/(n_e E) | sequence_sum 1/E
         sequence_sum_norm 1/(E norm_const) | constant 1/norm_const | prompt_mean 1/(n_g G)
 
-    A trajectory without action tokens counts nothing. Every rank must pass the trajectories of all ranks: the
+    Modes without norm_const ignore it. A trajectory without action tokens counts nothing. Every rank must pass the trajectories of all ranks: the
     denominators belong to the optimizer step, not to the part of it that a rank or a microbatch holds.
 
     Raises ValueError for an unknown mode, a norm_const that does not fit it, or prompt_mean without groups.

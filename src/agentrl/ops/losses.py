@@ -13,8 +13,8 @@ def policy_loss(
 ) -> Tensor:
     """The clipped policy-gradient loss of every token, not reduced, of the shape of logp.
 
-    With r = exp(logp - old_logp): -min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A)   (PPO, arXiv 1707.06347;
-    two bounds: DAPO, arXiv 2503.14476). old_logp and advantages broadcast to logp.
+    With r = exp(logp - old_logp): -min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A)   (PPO, arXiv
+    1707.06347; two bounds: DAPO, arXiv 2503.14476). old_logp and advantages broadcast to logp.
 
     >>> policy_loss(torch.tensor([0.0, 1.0]), torch.zeros(2), torch.tensor([1.0, 1.0]))
     tensor([-1.0000, -1.2000])
@@ -47,9 +47,10 @@ def aggregate_loss(
 ) -> Tensor:
     """The scalar (weights * per_token).sum() of a padded batch that is one whole optimizer step.
 
-    per_token and mask are [B, T-1]; entries where mask is 0 do not matter, whatever they hold. The modes and
-    their weights are those of `trajectory_weights`. A part of an optimizer step must not be reduced with this:
-    its denominators would be its own. Raises ValueError for shapes that differ and as trajectory_weights does.
+    per_token and mask are [B, T-1]; entries where mask is 0 do not matter, whatever they hold. The modes
+    and their weights are those of `trajectory_weights`. A part of an optimizer step must not be reduced with
+    this: its denominators would be its own. Raises ValueError for shapes that differ, and as
+    trajectory_weights does.
 
     >>> per_token, mask = torch.tensor([[5.0, 5.0], [1.0, 9.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     >>> aggregate_loss(per_token, mask, "sequence_mean")
