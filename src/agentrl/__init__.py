@@ -15,6 +15,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "ops.log_probs": ("selected_log_probs",),
     "ops.losses": ("aggregate_loss", "kl_to_reference", "policy_loss", "reinforce_loss"),
     "models.scoring": ("sequence_log_probs",),
+    "train.config": ("RLConfig", "RunConfig"),
+    "train.step": ("rl_update",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -55,14 +55,15 @@ def trajectory_weights(
     """The weight, float64 [B], of each action token of the B trajectories of one optimizer step.
 
     num_actions [B] counts their action tokens; episodes, groups [B] int64 label what belongs together
-    (default: each trajectory is its own episode). With N = num_actions.sum(), n_e the action tokens of an episode, n_g
-    those of a group, and E and G the episodes and groups that have any:
+    (default: each trajectory is its own episode). With N = num_actions.sum(), n_e the action tokens of an
+    episode, n_g those of a group, and E and G the episodes and groups that have any:
 
         token_mean 1/N | token_sum 1 | sequence_mean 1/(n_e E) | sequence_sum 1/E
         sequence_sum_norm 1/(E norm_const) | constant 1/norm_const | prompt_mean 1/(n_g G)
 
-    Modes without norm_const ignore it. A trajectory without action tokens counts nothing. Every rank must pass the trajectories of all ranks: the
-    denominators belong to the optimizer step, not to the part of it that a rank or a microbatch holds.
+    Modes without norm_const ignore it. A trajectory without action tokens counts nothing. Every rank must
+    pass the trajectories of all ranks: the denominators belong to the optimizer step, not to the part of it
+    that a rank or a microbatch holds.
 
     Raises ValueError for an unknown mode, a norm_const that does not fit it, or prompt_mean without groups.
 
