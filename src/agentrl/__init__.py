@@ -17,6 +17,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "models.scoring": ("sequence_log_probs",),
     "train.config": ("RLConfig", "RunConfig"),
     "train.step": ("rl_update",),
+    "train.evaluate": ("behavior_stats", "evaluate"),
+    "train.loop": ("train_rl",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -102,6 +102,7 @@ class RunConfig:
     """A run of `agentrl train`: how long, how often it evaluates and saves, where it computes."""
 
     rl: RLConfig = field(default_factory=RLConfig)
+    """What determines a run's learning; fixed when it starts."""
     steps: int = 60
     """Training steps."""
     eval_samples: int = 16

@@ -2,12 +2,13 @@
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
+
+from agentrl.train.checkpoint import write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,6 @@ class MetricsLog:
         kept = [record for record in self.read() if record["step"] <= step]
         if [record["step"] for record in kept] != list(range(1, step + 1)):
             raise ValueError(f"{self.path} does not hold steps 1 to {step}, one record each; it is damaged")
-        if kept or self.path.exists():
-            aside = self.path.with_name(f".{self.path.name}.aside")
-            with aside.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(self.path)
+        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+        write_atomically(self.path, lines.encode())
         return kept
