@@ -8,10 +8,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tomli_w
+import tyro
 
 from agentrl.data.advantages import ADVANTAGES
 from agentrl.data.weights import check_mode
@@ -50,8 +51,8 @@ class RLConfig:
     """Actions of an episode."""
     loss_mode: str = "token_mean"
     """How token losses become one number: token_mean, sequence_mean, dr_grpo, ..."""
-    norm_const: float | None = None
-    """Divisor of the modes `constant` and `sequence_sum_norm`."""
+    norm_const: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Divisor of the loss modes `constant` and `sequence_sum_norm`, which need one."""
     advantage: Literal["group_std", "group_mean"] = "group_std"
     """Reward minus the group's mean, divided by its deviation or not."""
     clip_low: float = 0.2
