@@ -19,8 +19,10 @@ from agentrl.cli.train import parse
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.train.run import RunDirectory, load_policy
 
-SMALL = ["--steps", "3", "--eval-samples", "1", "--group-size", "2", "--prompts-per-step", "2", "--max-tokens",
-         "16", "--max-turns", "2", "--checkpoint-every", "1"]  # fmt: skip
+SMALL = [
+    "--steps", "3", "--eval-samples", "1", "--group-size", "2", "--prompts-per-step", "2",
+    "--max-tokens", "16", "--max-turns", "2", "--checkpoint-every", "1",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agentrl import RLConfig, collate, compute_advantages, rl_update
+from agentrl.models.scoring import sequence_log_probs, sequence_scores
 from agentrl.train.metrics import Max, Mean
 from agentrl.train.step import TokenScores, TokenTargets, UpdateMetrics, surrogate_loss
 
@@ -102,6 +103,15 @@ def test_update_equals_a_computation_by_hand(cfg: RLConfig, bigram: Any, make_tr
     assert got["tokens"] == sum(t.num_actions for t in trajs)
     if cfg.num_epochs > 1:
         assert got["clip_frac"] > 0, "the case must reach the clip to test it"
+
+
+def test_scores_are_those_of_the_reference_and_entropies_exact(bigram: Any) -> None:
+    model, ids = bigram(dtype=torch.float64), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    logp, entropy = sequence_scores(model, ids, temperature=0.7)
+    assert torch.equal(logp, sequence_log_probs(model, ids, temperature=0.7))
+    logits = (model.embedding[ids[:, :-1]] @ model.weight.T / 0.7).detach()
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
+    assert not entropy.requires_grad
 
 
 def test_metrics_of_parts_add_up_to_those_of_the_whole() -> None:

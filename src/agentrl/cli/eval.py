@@ -58,14 +58,14 @@ def main(args: list[str]) -> int:
     if options.json:
         print(json.dumps({"step": step, "split": options.split, "samples": samples, **figures}))
         return 0
+    console = Console()
     which = "final model" if step is None else f"checkpoint of step {step}"
-    table = Table(
-        "task", "pass rate", title=f"{run.path}: {which}, {samples} episodes a task", title_justify="left"
-    )
+    console.print(f"{run.path}, {which}: {samples} episodes a task", highlight=False, soft_wrap=True)
+    table = Table("task", "pass rate")
     table.columns[1].justify = "right"
     for name, rate in figures["per_task"].items():
         table.add_row(name, f"{rate:.2f}")
     table.add_section()
     table.add_row(f"all {options.split} tasks", f"{figures['pass_rate']:.2f}")
-    Console().print(table)
+    console.print(table)
     return 0

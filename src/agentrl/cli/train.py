@@ -114,11 +114,11 @@ class Display:
         self.close()
         if name == "training" and self.console.is_terminal:
             self.bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=16),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
                 console=self.console,
             )
             self.bar.start()
@@ -135,7 +135,7 @@ class Display:
             f"pass rate {record['pass_rate']:.2f}  {record['tokens'] / max(seconds, 1e-9):,.0f} tokens/s"
         )
         if not record["updated"]:
-            figures += "  no signal, no update"
+            figures += "  no update"
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=record["step"], figures=figures)
             return
