@@ -22,7 +22,10 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ops": (2, ("attention", "log_probs", "losses")),
     "models": (3, ("policy", "scoring", "tiny", "hf")),
     "rollout": (4, ("decode", "episode")),
-    "train": (5, ("config", "distributed", "step", "loop", "evaluate", "checkpoint", "metrics", "base")),
+    "train": (
+        5,
+        ("config", "distributed", "checkpoint", "metrics", "step", "evaluate", "loop", "base", "run"),
+    ),
     "diagnose": (6, ("verify", "analyze")),
     "cli": (7, ()),
 }  # fmt: skip
