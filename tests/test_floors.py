@@ -10,14 +10,14 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "gym": (0, ("tasks", "sandbox", "env", "tokenizer")),
+    "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer")),
     "curriculum": (0, ("pass_rate", "sampler")),
     "plan": (0, ("gpus", "models", "roofline", "memory", "hours")),
     "report": (0, ("figures", "html")),
     "data": (
         1,
-        ("trajectory", "storage", "importers", "collate", "advantages", "weights", "prefix_tree", "packing",
-         "microbatch"),
+        ("trajectory", "storage", "importers", "collate", "advantages", "weights", "lengths", "bins",
+         "prefix_tree", "packing", "microbatch"),
     ),
     "ops": (2, ("attention", "log_probs", "losses")),
     "models": (3, ("policy", "scoring", "tiny", "hf")),

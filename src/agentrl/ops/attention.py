@@ -20,6 +20,8 @@ def attention(
 ) -> Tensor:
     """Attention outputs [R, H, L, E] of q [R, H, L, E] over k, v [R, G, L, E]."""
     length = q.shape[2]
+    if bool((visible_until == length).all()) and window is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     row = torch.arange(length, device=q.device)
     mask = (row[None, :] <= row[:, None]) & (row[None, :, None] < visible_until[:, None, :])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
