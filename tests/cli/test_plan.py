@@ -6,15 +6,14 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 import agentrl
 from agentrl.cli import plan as plan_command
 from agentrl.cli.main import main
+from agentrl.data.trajectory import Trajectory
 
 ISSUE = ["plan", "--model", "Qwen/Qwen3-8B", "--gpu", "H200", "--gpus", "8", "--episodes", "512",
          "--tokens", "24000", "--sampled", "6000", "--context", "16384"]  # fmt: skip
@@ -142,6 +141,10 @@ def test_calibrate_and_use_its_constants(
     answer = json.loads(printed(capsys, "--json", "--engine-file", str(engine), "--step-seconds", "0.002"))
     assert answer["engine"] == "mine"
     assert {a["flag"]: a["value"] for a in answer["assumptions"]}["--step-seconds"] == 0.002
+    few = points[::9]
+    csv.write_text("\n".join([head, *(",".join(map(str, point[:4])) for point in few)]))
+    assert main(["plan", "calibrate", str(csv)]) == 0
+    assert "error on each row, fitted on the others" in capsys.readouterr().out
     csv.write_text("\n".join([head, "128,128,1,145"]))
     assert main(["plan", "calibrate", str(csv)]) == 0
     assert "nothing tests the fit" in capsys.readouterr().err
@@ -150,12 +153,12 @@ def test_calibrate_and_use_its_constants(
 def test_episodes_from_trajectories(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def trajectory(mask: list[int], reward: float, group: str) -> SimpleNamespace:
-        array = np.array(mask, dtype=np.float32)
-        return SimpleNamespace(action_mask=array, reward=reward, group=group, num_tokens=len(mask) + 1,
-                               num_actions=sum(mask))  # fmt: skip
+    def trajectory(mask: list[int], reward: float, group: str) -> Trajectory:
+        zeros = torch.zeros(len(mask))
+        ids = torch.zeros(len(mask) + 1, dtype=torch.int64)
+        return Trajectory(ids, torch.tensor(mask).float(), zeros, reward, group=group)
 
-    def load(path: Path) -> list[Any]:
+    def load(path: Path) -> list[Trajectory]:
         return [
             trajectory([0, 0, 1, 1, 0, 1], 1.0, "a"),  # prompt 3, two turns
             trajectory([0, 1, 1, 1, 0, 0, 0, 0, 1, 0], 0.0, "a"),  # prompt 2, two turns

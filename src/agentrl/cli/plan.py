@@ -225,7 +225,14 @@ def _meanings(owner: type) -> dict[str, str]:
 def calibrate(options: CalibrateOptions) -> int:
     """Fit, print the constants and the errors, and write the constants where asked; returns the exit
     status."""
-    from agentrl.plan.calibrate import choose_rows, constants_to_toml, fit, overhead_bytes, read_measurements
+    from agentrl.plan.calibrate import (
+        choose_rows,
+        constants_to_toml,
+        fit,
+        leave_one_out,
+        overhead_bytes,
+        read_measurements,
+    )
     from agentrl.plan.engine import Engine
 
     rows = read_measurements(options.measurements)
@@ -243,13 +250,23 @@ def calibrate(options: CalibrateOptions) -> int:
     text = constants_to_toml(result.constants)
     print(f"{len(result.fitted)} rows fitted, {len(result.held_out)} left out\n\n{text}")
     if result.held_out:
-        print(f"error on the rows left out: mean {result.mean_error:.1%}, largest {result.max_error:.1%}")
-        print("input  output  concurrency  measured tokens/s  error")
-        for row, error in zip(result.held_out, result.held_out_errors, strict=True):
-            settings = f"{row.input_tokens:>5}  {row.output_tokens:>6}  {row.concurrency:>11}"
-            print(f"{settings}  {row.output_tokens_per_second:>17,.0f}  {error:>+5.1%}")
+        tested, errors, how = result.held_out, result.held_out_errors, "on the rows left out"
+    elif len(rows) > 1:
+        tested, errors, how = (
+            result.fitted,
+            leave_one_out(engine, result.fitted),
+            "on each row, fitted on the others",
+        )
     else:
-        print("every row was fitted, so nothing tests the fit; measure more rows", file=sys.stderr)
+        print("one row was fitted, so nothing tests the fit; measure more rows", file=sys.stderr)
+        tested, errors, how = (), (), ""
+    if errors:
+        absolute = [abs(error) for error in errors]
+        print(f"error {how}: mean {sum(absolute) / len(absolute):.1%}, largest {max(absolute):.1%}")
+        print("input  output  concurrency  measured tokens/s  error")
+    for row, error in zip(tested, errors, strict=True):
+        settings = f"{row.input_tokens:>5}  {row.output_tokens:>6}  {row.concurrency:>11}"
+        print(f"{settings}  {row.output_tokens_per_second:>17,.0f}  {error:>+5.1%}")
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")
         print(f"wrote {options.output}")
