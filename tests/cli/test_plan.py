@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -79,6 +80,7 @@ def test_html(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_the_64k_redo_and_the_smaller_cache(capsys: pytest.CaptureFixture[str]) -> None:
     redo = json.loads(printed(capsys, "--json", "--context", "65536"))
+    assert "--context (65,536) is more than an episode's 24,000 tokens." in redo["notes"]
     assert round(redo["first_order"]["step_gpu_hours"]["decode"], 2) == 3.53
     small = json.loads(printed(capsys, "--json", "--kv-shrink", "4"))
     assert small["kv_bytes_per_token"] == 36_864
@@ -174,6 +176,17 @@ def test_episodes_from_trajectories(
     assert values["--prompt"] == (2.0, "measured")
     assert values["--turns"] == (7, "given")
     assert values["--zero-advantage"][0] == pytest.approx(1 / 3)
+
+
+def test_the_documentation_shows_real_output(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    blocks = re.findall(r"```console\n\$ agentrl ([^\n]+)\n(.*?)```", text, flags=re.S)
+    assert len(blocks) == 5
+    for command, shown in blocks:
+        main(shlex.split(command))
+        out, err = capsys.readouterr()
+        begun = shown.removesuffix("...\n").rstrip()
+        assert (out + err).startswith(begun), command
 
 
 def test_a_plan_loads_nothing_heavy() -> None:

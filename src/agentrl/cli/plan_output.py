@@ -126,6 +126,10 @@ class Answer:
                 f"An engine has only {rollout.batch:.0f} episodes to play, fewer than the batch of "
                 f"{p.generation.batch}."
             )
+        if self.context > p.workload.tokens:
+            found.append(
+                f"--context ({self.context:,.0f}) is more than an episode's {p.workload.tokens:,.0f} tokens."
+            )
         if len(self.estimates) < 2:
             found.append("An overlapped schedule is left out: it does not fit these GPUs.")
         found.append(f"Engine: {p.constants.name}; assumed to hold for this model and GPU.")

@@ -174,7 +174,7 @@ def calibrated(plan: Plan) -> Estimate:
 
 
 def _last(first: int, last: int, holds: Callable[[int], bool]) -> int:
-    # the last of first..last for which `holds`, which turns from true to false once; `first` where it never holds
+    # the last of first..last for which `holds`, which turns false once and stays so; else `first`
     low, high = first, last + 1
     while high - low > 1:
         middle = (low + high) // 2
