@@ -98,7 +98,14 @@ class Answer:
         size = p.shape.nominal_parameters
         multiplying = p.shape.active_parameters if p.shape.experts else size
         kv = p.shape.kv_bytes_per_token(p.generation.kv_bytes_each)
-        decode = decode_tokens_per_second(size, kv, p.gpu.bytes_per_second, p.generation.batch, self.context)
+        decode = decode_tokens_per_second(
+            size,
+            kv,
+            p.gpu.bytes_per_second,
+            p.generation.batch,
+            self.context,
+            p.generation.weight_bits / 8,
+        )
         train = train_tokens_per_second(multiplying, p.gpu.flops_per_second, p.training.mfu)
         ways = p.generation.tensor_parallel
         alone = rollout.batch / p.engine.decode_seconds(rollout.batch, rollout.context)

@@ -106,6 +106,7 @@ def first_order(plan: Plan) -> StepHours:
         context=g.context or lifetime_context(w, plan.spread),
         busy=g.busy,
         mfu=t.mfu,
+        weight_bytes_each=g.weight_bits / 8,
         kv_bytes_each=g.kv_bytes_each,
         old_log_probs=t.old_log_probs,
         reference=t.reference,
