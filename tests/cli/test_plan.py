@@ -102,7 +102,7 @@ def test_the_answer_of_the_other_schedule(capsys: pytest.CaptureFixture[str]) ->
         (["--model", "Qwen3-80B"], "did you mean 'Qwen/Qwen3-8B'?"),
         (["--model", "Llama-3.1-70B"], "meta-llama/Llama-3.1-70B does not fit"),
         (["--model", "DeepSeek-V3"], "deepseek-ai/DeepSeek-V3 does not fit"),
-        (["--microbatch-tokens", "900000"], "lower --microbatch-tokens to 246784"),
+        (["--microbatch-tokens", "900000"], "lower --microbatch-tokens to 220160"),
         (["--gpuz", "3"], "no option --gpuz; did you mean --gpu?"),
         (["--engine-file", "nowhere.toml"], "nowhere.toml"),
     ],
@@ -176,6 +176,12 @@ def test_episodes_from_trajectories(
     assert values["--prompt"] == (2.0, "measured")
     assert values["--turns"] == (7, "given")
     assert values["--zero-advantage"][0] == pytest.approx(1 / 3)
+    # after the prompt 4, 9 and 2 tokens: 0.8, 1.8 and 0.4 of their mean
+    workload, lengths = plan_command.episodes_of(Path("run.jsonl"), plan_command.Workload(), set())
+    assert lengths is not None
+    assert max(lengths.relative) / min(lengths.relative) == pytest.approx(4.5)
+    assert workload.length_cv == pytest.approx((lengths.squared_mean - 1) ** 0.5)
+    assert plan_command.episodes_of(Path("run.jsonl"), workload, {"--length-cv"})[1] is None
 
 
 def test_the_documentation_shows_real_output(capsys: pytest.CaptureFixture[str]) -> None:

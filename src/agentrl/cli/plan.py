@@ -3,6 +3,7 @@ measurements."""
 
 import difflib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -159,11 +160,12 @@ def _constants(options: PlanOptions) -> EngineConstants:
     return replace(constants, **changed)
 
 
-def episodes_of(path: Path, workload: Workload, given: set[str]) -> tuple[Workload, Lengths]:
+def episodes_of(path: Path, workload: Workload, given: set[str]) -> tuple[Workload, Lengths | None]:
     """The workload with the shape of the trajectories in a file, where no flag gives it, and their lengths.
 
     Tokens, sampled tokens, prompt (before the first action) and turns (runs of action tokens) are means; the
-    share without signal counts the trajectories of groups whose rewards are all equal.
+    share without signal counts the trajectories of groups whose rewards are all equal. The lengths are
+    relative, after the prompt; None where --length-cv is given.
     """
     import agentrl
 
@@ -183,15 +185,18 @@ def episodes_of(path: Path, workload: Workload, given: set[str]) -> tuple[Worklo
     silent = sum(len(rewards) for rewards in groups.values() if min(rewards) == max(rewards))
     tokens = sum(t.num_tokens for t in trajectories) / count
     sampled = sum(t.num_actions for t in trajectories) / count
+    after_prompt = [max(1, t.num_tokens - prompt) for t, prompt in zip(trajectories, prompts, strict=True)]
+    lengths = measured_lengths(after_prompt, 64)
     measured: dict[str, Any] = {
         "tokens": tokens,
         "sampled": sampled,
         "prompt": min(sum(prompts) / count, tokens - sampled),
         "turns": max(1, round(sum(turns) / count)),
+        "length_cv": math.sqrt(max(0.0, lengths.squared_mean - 1)),
         "zero_advantage": min(silent / count, 0.95),
     }
     kept = {name: value for name, value in measured.items() if _flag(name) not in given}
-    return replace(workload, **kept), measured_lengths([t.num_tokens for t in trajectories], 64)
+    return replace(workload, **kept), None if "--length-cv" in given else lengths
 
 
 def _assumptions(plan: Plan, given: set[str], measured: bool) -> list[Assumption]:
