@@ -19,7 +19,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("trajectory", "storage", "importers", "collate", "advantages", "weights", "prefix_tree", "packing",
          "microbatch"),
     ),
-    "ops": (2, ("attention", "log_probs", "losses")),
+    "ops": (2, ("visibility", "attention", "log_probs", "losses")),
     "models": (3, ("policy", "scoring", "tiny", "hf")),
     "rollout": (4, ("decode", "episode")),
     "train": (5, ("config", "distributed", "step", "loop", "evaluate", "checkpoint", "metrics", "base")),
