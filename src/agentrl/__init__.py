@@ -10,6 +10,9 @@ from typing import Any
 # module -> public names, in the order in which the data flows
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.trajectory": ("Trajectory",),
+    "data.prefix_tree": ("prefix_forest", "split_tree"),
+    "data.packing": ("pack_lengths", "pack_sequences", "unpack"),
+    "data.microbatch": ("token_budget_batches",),
     "ops.log_probs": ("selected_log_probs",),
     "models.scoring": ("sequence_log_probs",),
 }
