@@ -19,7 +19,10 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("trajectory", "storage", "importers", "collate", "advantages", "weights", "prefix_tree", "packing",
          "microbatch"),
     ),
-    "ops": (2, ("attention", "log_probs", "losses")),
+    "ops": (
+        2,
+        ("attention", "tiles", "logit_map", "head_inputs", "tiled_head", "log_probs", "fused_loss", "losses"),
+    ),
     "models": (3, ("policy", "scoring", "tiny", "hf")),
     "rollout": (4, ("decode", "episode")),
     "train": (5, ("config", "distributed", "step", "loop", "evaluate", "checkpoint", "metrics", "base")),

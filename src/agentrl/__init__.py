@@ -10,7 +10,12 @@ from typing import Any
 # module -> public names, in the order in which the data flows
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.trajectory": ("Trajectory",),
-    "ops.log_probs": ("selected_log_probs",),
+    "ops.log_probs": (
+        "selected_log_probs",
+        "chunked_log_probs",
+        "checkpointed_log_probs",
+        "action_log_probs",
+    ),
     "models.scoring": ("sequence_log_probs",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
