@@ -12,9 +12,13 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.trajectory": ("Trajectory",),
     "data.prefix_tree": ("prefix_forest", "split_tree"),
     "data.packing": ("pack_lengths", "pack_sequences", "unpack"),
-    "data.microbatch": ("token_budget_batches",),
-    "ops.log_probs": ("selected_log_probs",),
-    "models.scoring": ("sequence_log_probs",),
+    "ops.log_probs": (
+        "selected_log_probs",
+        "chunked_log_probs",
+        "checkpointed_log_probs",
+        "action_log_probs",
+    ),
+    "models.scoring": ("sequence_log_probs", "packed_logits", "packed_log_probs"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
