@@ -229,6 +229,5 @@ def plans_of(position_ids: Tensor, visible_until: Tensor) -> dict[tuple[str, int
     versions = (position_ids._version, visible_until._version)
     memo = _MEMOS.get(visible_until)
     if memo is None or memo.position_ids() is not position_ids or memo.versions != versions:
-        check_visibility(position_ids, visible_until)
         memo = _MEMOS[visible_until] = _Memo(ref(position_ids), versions, {})
     return memo.plans
