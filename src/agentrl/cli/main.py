@@ -6,7 +6,10 @@ from importlib import import_module
 import agentrl
 
 # command -> what it does; the module agentrl.cli.<command> holds `main(args: list[str]) -> int`
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "train": "train an agent to fix bugs, or continue a run",
+    "eval": "evaluate the model of a run",
+}
 
 
 def _usage() -> str:

@@ -39,6 +39,23 @@ def sequence_log_probs(model: Policy | nn.Module, ids: Tensor, temperature: floa
     return selected_log_probs(head_logits(policy.head(), hidden[:, :-1]) / temperature, ids[:, 1:])
 
 
+def sequence_scores(model: Policy, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) in nats, both [B, T-1], of ids[:, 1:] under the model, for ids [B, T].
+
+    The log-probs are those of `sequence_log_probs`, bit for bit; the entropies carry no gradient.
+    """
+    batch, width = ids.shape
+    position_ids = torch.arange(width, device=ids.device).expand(batch, width)
+    hidden = model.hidden_states(ids, position_ids, torch.full_like(ids, width))
+    logits = head_logits(model.head(), hidden[:, :-1]) / temperature
+    with torch.no_grad():
+        log_probs = torch.log_softmax(
+            logits.double() if logits.dtype == torch.float64 else logits.float(), -1
+        )
+        entropy = -(log_probs.exp() * log_probs).nan_to_num(nan=0.0).sum(-1)
+    return selected_log_probs(logits, ids[:, 1:]), entropy
+
+
 def visible_until_of(position_ids: Tensor, segment_ids: Tensor) -> Tensor:
     """Visibility [R, L] of flat rows: every token up to the end of its own segment; padding (-1) itself only.
 
