@@ -16,6 +16,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "checkpointed_log_probs",
         "action_log_probs",
     ),
+    "ops.fused_loss": ("fused_policy_loss",),
     "models.scoring": ("sequence_log_probs",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
