@@ -57,9 +57,8 @@ def peak_bytes(step: Callable[[], Any], device: str = "cpu") -> int:
         held = step()  # results stay alive until the profile ends
         del held
     results = found.profiler.kineto_results  # type: ignore[union-attr]
-    changes = sorted(
-        (event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"
-    )
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events)
     total = highest = 0
     for _, change in changes:
         total += change
@@ -174,7 +173,7 @@ def seconds(step: Callable[[], Any], device: str) -> float:
 
 
 def measure(case: Case, names: list[str], runs: int, device: str, peaks: bool = True) -> list[str]:
-    """Markdown rows: contender, seconds, ratio to the first, peak MB over the gradients, error, products, rate."""
+    """Markdown rows: contender, seconds, ratio to the first, peak over gradients, error, products, rate."""
     n, d = case.hidden.shape
     v = case.weight.shape[0]
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -188,10 +187,13 @@ def measure(case: Case, names: list[str], runs: int, device: str, peaks: bool = 
         median = statistics.median(times[name])
         with ProductCount() as counted:
             step_of(name, case)()
-        over = f"{(peak_bytes(step_of(name, case), device) - gradients) / 1e6:,.1f}" if peaks else "-"
+        ratio = median / statistics.median(times[names[0]])
+        peak = peak_bytes(step_of(name, case), device) if peaks else float("nan")
+        over = f"{(peak - gradients) / 1e6:,.1f}"
+        products = counted.operations / (2 * n * v * d)
         rows.append(
-            f"| {n:,} x {v:,} x {d:,} | {name} | {median:.3f} | {median / statistics.median(times[names[0]]):.2f} "
-            f"| {over} | {log_prob_error(name, case):.1e} | {counted.operations / (2 * n * v * d):.2f} "
+            f"| {n:,} x {v:,} x {d:,} | {name} | {median:.3f} | {ratio:.2f} | {over} "
+            f"| {log_prob_error(name, case):.1e} | {products:.2f} "
             f"| {counted.operations / median / best:.0%} |"
         )
         progress(rows[-1])
@@ -199,7 +201,7 @@ def measure(case: Case, names: list[str], runs: int, device: str, peaks: bool = 
 
 
 HEADER = (
-    "| N x V x D | head | seconds | of full | peak - gradients, MB | max log-prob error | products | of matmul peak |\n"
+    "| N x V x D | head | seconds | of full | peak - gradients, MB | error, nats | products | of peak rate |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 

@@ -83,7 +83,7 @@ def fused_policy_loss(
         softcap=softcap,
         scale=scale,
         logits=logits,
-        entropy=with_entropy,
+        tiles_held=2 + with_entropy,
         tile_bytes=tile_bytes,
         group=group,
     )

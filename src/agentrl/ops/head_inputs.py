@@ -49,7 +49,7 @@ def read_head_inputs(
     softcap: float | None,
     scale: float | None,
     logits: LogitPrecision,
-    entropy: bool,
+    tiles_held: int,
     tile_bytes: int | None,
     group: dist.ProcessGroup | None,
 ) -> HeadInputs:
@@ -73,7 +73,7 @@ def read_head_inputs(
         raise ValueError(f"logits must be 'float32' or 'input', got {logits!r}")
     if tile_bytes is None:
         learned = isinstance(temperature, Tensor) and temperature.requires_grad
-        tiles_held = 1 + (softcap is not None) + entropy + learned
+        tiles_held += (softcap is not None) + learned
         tile_bytes = default_tile_bytes(hidden.dtype, hidden.device, tiles_held)
     if tile_bytes < 1:
         raise ValueError(f"tile_bytes must be positive, got {tile_bytes}")

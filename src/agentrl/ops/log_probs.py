@@ -158,7 +158,7 @@ def action_log_probs(
         softcap=softcap,
         scale=scale,
         logits=logits,
-        entropy=return_entropy,
+        tiles_held=1 + return_entropy,
         tile_bytes=tile_bytes,
         group=group,
     )
