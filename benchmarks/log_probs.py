@@ -201,7 +201,7 @@ def measure(case: Case, names: list[str], runs: int, device: str, peaks: bool = 
 
 
 HEADER = (
-    "| N x V x D | head | seconds | of full | peak - gradients, MB | error, nats | products | of peak rate |\n"
+    "| N x V x D | head | seconds | of full | peak - grads, MB | error, nats | products | of peak rate |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 

@@ -91,14 +91,12 @@ class Stash:
             slot.copy_(exp)
             self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1] = maximum[tile.n0 : tile.n1]
 
-    def logits(self, tile: Tile, buffers: Buffers) -> Tensor | None:
-        """A tile's logits [n, v] in the wide dtype; None where it has no place. exp = 0 gives -inf."""
+    def held(self, tile: Tile) -> tuple[Tensor, Tensor] | None:
+        """A tile's exp(z - maximum) [n, v] and maximum [n, 1]; None where it has no place."""
         slot = self._slot(tile)
         if slot is None:
             return None
-        maximum = self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1, None]
-        logits = buffers.take("logits", slot.shape, self.maxima.dtype).copy_(slot)
-        return logits.log_().add_(maximum)
+        return slot, self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1, None]
 
     def _slot(self, tile: Tile) -> Tensor | None:
         for start, tokens, memory in self.areas:
@@ -282,9 +280,15 @@ class TiledHead:
 
         dz = g * 1_y - p * (g + h * (log p + H)) with g, h the upstream gradients of log-prob and entropy.
         """
-        logits = None if stash is None else stash.logits(tile, self.buffers)
-        if logits is None:
+        held = None if stash is None else stash.held(tile)
+        plain = upstream.entropy is None and temperatures is None and self.logit_map.softcap is None
+        if held is not None and plain:
+            return self._held_gradient(tile, upstream, *held)
+        if held is None:
             logits = self.logits(tile)
+        else:  # exp = 0 gives -inf, as good as what it was
+            logits = self.buffers.take("logits", held[0].shape, self.precision.wide).copy_(held[0])
+            logits.log_().add_(held[1])
         tokens = slice(tile.n0, tile.n1)
         cap = self._cap_slope(logits, tile)
         kept = None
@@ -306,6 +310,14 @@ class TiledHead:
             kept.mul_(gradient).masked_fill_(gradient == 0, 0.0)
             temperatures[tokens].sub_(kept.sum(1), alpha=1 / self.logit_map.slope)
         return gradient if cap is None else gradient.mul_(cap)
+
+    def _held_gradient(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
+        """g * (1_y - p) with p = exp(z - maximum) * exp(maximum - lse): one pass over the tile."""
+        target_gradient = upstream.logp[tile.n0 : tile.n1, None]
+        factor = (maximum - upstream.log_sum_exp[tile.n0 : tile.n1, None]).exp_().mul_(-target_gradient)
+        gradient = torch.mul(exp, factor, out=self.buffers.take("logits", exp.shape, self.precision.wide))
+        column, here = target_columns(self.targets, tile, self.vocab_start)
+        return gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
 
     def _cap_slope(self, logits: Tensor, tile: Tile) -> Tensor | None:
         if self.logit_map.softcap is None:
