@@ -110,7 +110,7 @@ def score_tiled_input(case: Case) -> Tensor:
     return arl.action_log_probs(case.hidden, case.weight, case.targets, logits="input")
 
 
-def step_fused(case: Case, stash_bytes: int = 8 << 20) -> Any:
+def step_fused(case: Case, stash_bytes: int = 4 << 20) -> Any:
     result = arl.fused_policy_loss(
         case.hidden,
         case.weight,

@@ -16,7 +16,7 @@ from agentrl.ops.tiles import LogitPrecision
 # (log-probs [N], entropies [N] or None, positions [N] int64) -> losses [N], weights already applied
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
-_STASH_BYTES = 8 << 20
+_STASH_BYTES = 4 << 20
 
 
 class FusedLoss(NamedTuple):
