@@ -25,6 +25,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "action_log_probs",
     ),
     "ops.losses": ("aggregate_loss", "kl_to_reference", "policy_loss", "reinforce_loss"),
+    "ops.fused_loss": ("fused_policy_loss",),
     "models.scoring": ("sequence_log_probs", "packed_logits", "packed_log_probs"),
     "rollout.episode": ("sample_groups", "sample_step"),
     "train.config": ("RLConfig", "RunConfig"),
