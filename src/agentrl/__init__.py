@@ -10,6 +10,7 @@ from typing import Any
 # module -> public names, in the order in which the data flows
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.trajectory": ("Trajectory",),
+    "data.storage": ("load_trajectories", "save_trajectories"),
     "ops.log_probs": ("selected_log_probs",),
     "models.scoring": ("sequence_log_probs",),
 }
