@@ -16,8 +16,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "report": (0, ("figures", "html")),
     "data": (
         1,
-        ("trajectory", "records", "storage", "importers", "collate", "advantages", "weights", "prefix_tree",
-         "packing", "microbatch"),
+        ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
+         "collate", "advantages", "weights", "prefix_tree", "packing", "microbatch"),
     ),
     "ops": (2, ("attention", "log_probs", "losses")),
     "models": (3, ("policy", "scoring", "tiny", "hf")),

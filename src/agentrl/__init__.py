@@ -11,6 +11,7 @@ from typing import Any
 _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.trajectory": ("Trajectory",),
     "data.storage": ("load_trajectories", "save_trajectories"),
+    "data.importers": ("import_trajectories",),
     "ops.log_probs": ("selected_log_probs",),
     "models.scoring": ("sequence_log_probs",),
 }

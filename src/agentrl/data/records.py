@@ -8,6 +8,7 @@ into one line that names the file, the record and the field.
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -49,21 +50,20 @@ class BadRecord:
 
 
 @contextmanager
-def open_decompressed(path: str | Path) -> Iterator[BinaryIO]:
-    """The file's bytes, decompressed if its first bytes say gzip or zstandard, whatever its name says.
+def open_decompressed(file: BinaryIO, path: str | Path) -> Iterator[BinaryIO]:
+    """The bytes of an open file, decompressed if the first of them say gzip or zstandard, whatever its name.
 
     Damaged compression is an OSError, EOFError or zlib.error while reading.
     """
-    with open(path, "rb") as file:
-        magic = file.read(4)
-        file.seek(0)
-        if magic[:2] == b"\x1f\x8b":
-            with gzip.open(file) as unzipped:
-                yield unzipped  # pyright: ignore[reportReturnType]
-        elif magic == b"\x28\xb5\x2f\xfd":
-            yield io.BufferedReader(_ZstandardReader(file, zstandard(path)), _CHUNK_BYTES)
-        else:
-            yield file
+    magic = file.read(4)
+    file.seek(0)
+    if magic[:2] == b"\x1f\x8b":
+        with gzip.open(file) as unzipped:
+            yield unzipped  # pyright: ignore[reportReturnType]
+    elif magic == b"\x28\xb5\x2f\xfd":
+        yield io.BufferedReader(_ZstandardReader(file, zstandard(path)), _CHUNK_BYTES)
+    else:
+        yield file
 
 
 class _ZstandardReader(io.RawIOBase):
@@ -112,20 +112,25 @@ def zstandard(path: str | Path) -> Any:
 
 
 def iter_raw_records(
-    path: str | Path, max_bytes: int = MAX_RECORD_BYTES
+    path: str | Path,
+    max_bytes: int = MAX_RECORD_BYTES,
+    progress: Callable[[float], None] | None = None,
 ) -> Iterator[tuple[str, bytes | None]]:
     """(place, bytes) of each JSON record: 'line 3' of JSON Lines, 'record 3' of one array, or 'the document'.
 
     The bytes are None where a record is longer than `max_bytes`. A file that ends inside a record yields its
-    remainder as the last record, for the reader to refuse. ValueError: the file is empty or its compression
-    is damaged.
+    remainder as the last record, for the reader to refuse. `progress` is called with the share of the file
+    that is read, 0 to 1. ValueError: the file is empty or its compression is damaged.
     """
     num_records = 0
-    with open_decompressed(path) as file:
+    with open(path, "rb") as stored, open_decompressed(stored, path) as file:
+        size = max(1, os.fstat(stored.fileno()).st_size)
         try:
             for place, raw in _split(file, max_bytes):
                 num_records += 1
                 yield place, raw
+                if progress is not None:
+                    progress(stored.tell() / size)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: damaged after {num_records} records: {error}") from None
     if num_records == 0:

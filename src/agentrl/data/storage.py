@@ -5,7 +5,7 @@
 import gzip
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -88,7 +88,7 @@ def iter_trajectories(
     """
 
     def read_row(row: dict[str, Any]) -> Trajectory:
-        return trajectory_from_record(_decode_info(row), vocab_size)
+        return trajectory_from_record(decode_row(row), vocab_size)
 
     def read_line(raw: bytes | None) -> Trajectory:
         try:
@@ -193,25 +193,30 @@ def pyarrow_parquet() -> Any:
     return pyarrow.parquet
 
 
-def iter_parquet_rows(path: str | Path, rows_at_once: int = 64) -> Iterator[tuple[str, dict[str, Any]]]:
+def iter_parquet_rows(
+    path: str | Path, rows_at_once: int = 64, progress: Callable[[float], None] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """('row 3', columns) of each row of a Parquet file, a few rows held at a time; ValueError if damaged."""
     parquet = pyarrow_parquet()
     import pyarrow
 
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             for batch in file.iter_batches(batch_size=rows_at_once):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
+                if progress is not None:
+                    progress(number / max(1, file.metadata.num_rows))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: damaged after {number} rows: {str(error).splitlines()[0]}") from None
     if number == 0:
         raise ValueError(f"{path}: no rows in it; is it empty because the run that wrote it failed?")
 
 
-def _decode_info(row: dict[str, Any]) -> dict[str, Any]:
+def decode_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A record in which `info` is decoded, as it is where the record comes from Parquet."""
     info = row.get("info")
     return {**row, "info": decode_json(info.encode())} if isinstance(info, str) else row
 
@@ -296,7 +301,7 @@ def _write_parquet(file: BinaryIO, records: Iterator[StoredTrajectory]) -> int:
         ]
     )
     num_written = 0
-    with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+    with parquet.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
         rows: list[dict[str, Any]] = []
         num_tokens = 0
         for record in records:
