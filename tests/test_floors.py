@@ -17,13 +17,13 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data": (
         1,
         ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
-         "collate", "advantages", "weights", "prefix_tree", "packing", "microbatch"),
+         "collate", "advantages", "weights", "lengths", "bins", "prefix_tree", "packing", "microbatch"),
     ),
     "ops": (2, ("attention", "log_probs", "losses")),
     "models": (3, ("policy", "scoring", "tiny", "hf")),
     "rollout": (4, ("decode", "episode")),
     "train": (5, ("config", "distributed", "step", "loop", "evaluate", "checkpoint", "metrics", "base")),
-    "diagnose": (6, ("verify", "analyze")),
+    "diagnose": (6, ("verify", "census", "analyze")),
     "cli": (7, ()),
 }  # fmt: skip
 TORCH_FREE = ("gym", "curriculum", "plan", "report")

@@ -12,6 +12,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.trajectory": ("Trajectory",),
     "data.storage": ("load_trajectories", "save_trajectories"),
     "data.importers": ("import_trajectories",),
+    "data.prefix_tree": ("prefix_forest", "split_tree"),
+    "data.packing": ("pack_lengths", "pack_sequences", "unpack"),
     "ops.log_probs": ("selected_log_probs",),
     "models.scoring": ("sequence_log_probs",),
 }
