@@ -6,7 +6,9 @@ from importlib import import_module
 import agentrl
 
 # command -> what it does; the module agentrl.cli.<command> holds `main(args: list[str]) -> int`
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "plan": "what a run will cost: GPU-hours, memory, and what would save most",
+}
 
 
 def _usage() -> str:
