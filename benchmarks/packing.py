@@ -48,6 +48,29 @@ def bins_table(num_lengths: list[int], capacity: int = 65536) -> Table:
     return table
 
 
+def budgets_table() -> Table:
+    """Batches of 512 lengths under a token budget, and what a fixed count of 8 costs instead."""
+    generator = torch.Generator().manual_seed(SEED)
+    spread = torch.exp(0.8 * torch.randn(512, generator=generator))
+    lengths = (8192 * spread).clamp(256, 65536).long()
+    ways = {
+        "8 a batch, random order": torch.randperm(512, generator=generator).view(64, 8).tolist(),
+        "8 a batch, sorted": lengths.argsort(descending=True).view(64, 8).tolist(),
+        "budget of 131,072, padded": arl.token_budget_batches(lengths, 131_072),
+        "budget of 131,072, packed": arl.token_budget_batches(lengths, 131_072, packed=True),
+        "budget of 65,536, packed": arl.token_budget_batches(lengths, 65_536, packed=True),
+    }
+    table = Table(
+        "batches", "count", "padding", "largest", title=f"512 lengths, {int(lengths.sum()):,} tokens"
+    )
+    for name, batches in ways.items():
+        packed = name.endswith("packed")
+        costs = [int(lengths[b].sum()) if packed else len(b) * int(lengths[b].max()) for b in batches]
+        padding = 1 - int(lengths.sum()) / sum(costs)
+        table.add_row(name, f"{len(batches)}", f"{padding:.1%}", f"{max(costs):,}")
+    return table
+
+
 def fill_table(trajs: list[arl.Trajectory], max_tokens: int) -> Table:
     """Positions computed for the trajectories: padded to the longest, in flat rows, with shared prefixes."""
     lengths = [t.num_tokens for t in trajs]
@@ -141,6 +164,7 @@ def main() -> None:
     console = Console(width=110)
     console.print(provenance())
     console.print(bins_table(args.num_lengths))
+    console.print(budgets_table())
     console.print(fill_table(trajs, args.max_tokens))
     console.print(fill_table(attempts(4, 8, 1024, 512), 8192))
     console.print(seconds_table())

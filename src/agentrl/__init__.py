@@ -14,6 +14,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.importers": ("import_trajectories",),
     "data.prefix_tree": ("prefix_forest", "split_tree"),
     "data.packing": ("pack_lengths", "pack_sequences", "unpack"),
+    "data.microbatch": ("token_budget_batches",),
     "ops.log_probs": ("selected_log_probs",),
     "models.scoring": ("sequence_log_probs",),
 }

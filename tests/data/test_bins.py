@@ -66,7 +66,7 @@ def brute_force(lengths: list[int], capacity: int) -> int:
     st.sampled_from([1, 2, 3, 100]),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_fit_rules_are_the_textbook_ones(
     lengths: list[int], capacity: int, max_items: int, best: bool
 ) -> None:
@@ -82,7 +82,7 @@ def test_fit_rules_are_the_textbook_ones(
     st.sampled_from([1, 1, 3, 8]),
     st.sampled_from(ALGORITHMS),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_every_rule_packs_all_within_capacity(
     lengths: list[int], capacity: int, max_items: int | None, multiple_of: int, algorithm: Algorithm
 ) -> None:
@@ -95,7 +95,7 @@ def test_every_rule_packs_all_within_capacity(
 
 
 @given(st.lists(st.integers(1, 12), max_size=7), st.integers(12, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_lower_bound_is_below_the_best_packing(lengths: list[int], capacity: int) -> None:
     fewest = brute_force(lengths, capacity)
     assert min_bins(lengths, capacity) <= fewest
@@ -119,9 +119,9 @@ def test_ten_thousand_lengths() -> None:
     lengths = chapter_lengths(10_000)
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         bins = pack_lengths(lengths, 65536)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert_packed(bins, lengths.tolist(), 65536)
     assert min_bins(lengths, 65536) == 1713
     assert len(bins) <= 1714
@@ -132,7 +132,7 @@ def test_a_million_lengths() -> None:
     lengths = chapter_lengths(1_000_000)
     start = time.process_time()
     bins = pack_lengths(lengths, 65536)
-    assert time.process_time() - start < 5  # 2.5 on an idle core
+    assert time.process_time() - start < 5  # 1.0 on an idle core
     assert len(bins) <= 170_857
     flat = np.concatenate([np.array(members) for members in bins])
     loads = np.add.reduceat(lengths[flat], np.cumsum([0, *map(len, bins)])[:-1])

@@ -82,7 +82,7 @@ def distinct_prefixes(trajs: list[Trajectory]) -> int:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 9), st.sampled_from(["row", None, 1, 8]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_flat_rows(seed: int, num: int, pad_to: int | None) -> None:
     trajs = random_trajectories(seed, num, 12)
     packed = pack_sequences(trajs, 16, pad_to=pad_to)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_flat_rows(seed: int, num: int, pad_to: int | None) -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10), st.integers(24, 60), st.integers(1, 4))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_tree_rows(seed: int, num: int, max_tokens: int, alphabet: int) -> None:
     trajs = forest_of(seed, num, alphabet)
     packed = pack_sequences(trajs, max_tokens, share_prefixes=True)

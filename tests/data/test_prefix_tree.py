@@ -35,7 +35,7 @@ def assert_forest(forest: PrefixForest, sequences: list[list[int]], members: lis
 
 
 @given(sequences_of, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_forest_counts_each_prefix_once(sequences: list[list[int]], data: st.DataObject) -> None:
     forest = prefix_forest(tensors(sequences))
     assert_forest(forest, sequences, list(range(len(sequences))))
@@ -51,7 +51,7 @@ def test_forest_counts_each_prefix_once(sequences: list[list[int]], data: st.Dat
 
 
 @given(sequences_of.filter(len), st.integers(9, 40), st.integers(1, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_parts_hold_every_sequence_within_the_limit(
     sequences: list[list[int]], limit: int, min_parts: int
 ) -> None:

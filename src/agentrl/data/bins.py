@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.data.lengths import Lengths, as_lengths, positive_whole
+from agentrl.data.lengths import Lengths, as_lengths, one_of, positive_whole
 
 Algorithm = Literal["first_fit_decreasing", "best_fit_decreasing", "balanced", "portfolio"]
 Overflow = Literal["raise", "solo", "drop", "truncate"]
@@ -58,10 +58,8 @@ def pack_lengths(
     >>> pack_lengths([9, 3, 5], 8, overflow="drop").overflowed
     [0]
     """
-    if algorithm not in get_args(Algorithm):
-        raise ValueError(f"algorithm must be one of {', '.join(get_args(Algorithm))}; got {algorithm!r}")
-    if overflow not in get_args(Overflow):
-        raise ValueError(f"overflow must be one of {', '.join(get_args(Overflow))}; got {overflow!r}")
+    one_of("algorithm", algorithm, get_args(Algorithm))
+    one_of("overflow", overflow, get_args(Overflow))
     capacity = positive_whole("capacity", capacity)
     multiple_of = positive_whole("multiple_of", multiple_of)
     max_items = None if max_items is None else positive_whole("max_items", max_items)

@@ -61,3 +61,9 @@ def positive_whole(name: str, value: Any) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive whole number, got {value!r}")
     return int(value)
+
+
+def one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """ValueError with the name and the choices where the value is none of them."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")

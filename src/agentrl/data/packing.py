@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.data.bins import Algorithm, Bins, Overflow, min_bins, pack_lengths
-from agentrl.data.lengths import positive_whole
+from agentrl.data.lengths import one_of, positive_whole
 from agentrl.data.prefix_tree import prefix_forest, split_tree
 from agentrl.data.trajectory import Trajectory
 
@@ -165,8 +165,7 @@ def pack_sequences(
 
 def _lengths_kept(lengths: Ints, overflowed: Ints, max_tokens: int, overflow: Overflow) -> Ints:
     """How many tokens of each overflowed trajectory go into a row."""
-    if overflow not in get_args(Overflow):
-        raise ValueError(f"overflow must be one of {', '.join(get_args(Overflow))}; got {overflow!r}")
+    one_of("overflow", overflow, get_args(Overflow))
     if overflow == "raise" and overflowed.size:
         first = int(overflowed[0])
         raise ValueError(
