@@ -119,7 +119,12 @@ def _trajectories(census: Census) -> list[Finding]:
             if marked
             else "All hold recorded token ids: they can be trained on as they are.",
         ),
-        Finding("tokens", total, f"{total:,}", "The shares below are of these; with your tokenizer they differ a little."),
+        Finding(
+            "tokens",
+            total,
+            f"{total:,}",
+            "The shares below are of these; another tokenizer moves them.",
+        ),
         Finding(
             "lengths",
             {
@@ -161,9 +166,10 @@ def _positions(census: Census, max_tokens: int) -> list[Finding]:
     group_share, file_share = in_groups.count() / total, whole.count() / total
     about = "" if in_groups.is_exact else "about "
     about_file = "" if whole.is_exact else "about "
-    bins = pack_lengths(lengths, max_tokens, overflow="solo")    # a trajectory longer than a row makes a longer row
+    bins = pack_lengths(lengths, max_tokens, overflow="solo")
+    # a trajectory longer than a row makes a longer row
     rows = sum(max(max_tokens, int(lengths[members].sum())) for members in bins)
-return [
+    return [
         Finding(
             "padding to the longest",
             1 - total / padded,
@@ -244,7 +250,8 @@ def _microbatches(census: Census, max_tokens: int, count: int) -> list[Finding]:
             "weight distortion of a per-microbatch mean",
             {"lowest": float(ratio.min()), "highest": float(ratio.max()), "share off by 20%": off}
             if used.size
-            else None,            f"tokens weigh {ratio.min():.2f} to {ratio.max():.2f} times what they should; "
+            else None,
+            f"tokens weigh {ratio.min():.2f} to {ratio.max():.2f} times what they should; "
             f"{off:.0%} are off by more than {_WEIGHT_OFF:.0%}"
             if used.size
             else "no action token",
@@ -260,9 +267,10 @@ def _rows(census: Census, max_tokens: int) -> list[Finding]:
     for capacity in (max_tokens, 2 * max_tokens, 4 * max_tokens):
         num_rows = len(pack_lengths(lengths, capacity, overflow="solo"))
         fitting = lengths[lengths <= capacity]
-        bound = min_bins(fitting, capacity) + int((lengths > capacity).sum())        beyond = num_rows - bound
+        bound = min_bins(fitting, capacity) + int((lengths > capacity).sum())
+        beyond = num_rows - bound
         fill = min(1.0, total / (num_rows * capacity))
-findings.append(
+        findings.append(
             Finding(
                 f"rows of {capacity:,}",
                 {"rows": num_rows, "lower bound": bound, "fill": fill},

@@ -68,23 +68,28 @@ class DistinctCounter:
             self._kept = self._sampled(self._kept)
 
 
-def prefix_hashes(ids: NDArray[np.int64], salt: int = 0) -> NDArray[np.uint64]:
+def prefix_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """A 64-bit hash of every prefix of ids [n]: equal prefixes hash alike, others almost surely apart.
 
-    Each (token, position) pair is mixed to 64 bits (splitmix64) and the prefix sums are taken modulo 2^64. D
-    distinct prefixes collide with probability D^2 / 2^65: 3e-8 at a million, 0.4% at 400 million.
+    Each (token, position) pair is mixed to 64 bits and the prefix sums are taken modulo 2^64. D distinct
+    prefixes collide with probability D^2 / 2^65: 3e-8 at a million, 0.4% at 400 million.
     """
-    z = ids.astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
-    z += np.arange(1, ids.size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    pair = ids.astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
+    pair += np.arange(1, ids.size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return np.cumsum(_mix(pair), dtype=np.uint64)
+
+
+def hashes_in_group(hashes: NDArray[np.uint64], group: int) -> NDArray[np.uint64]:
+    """The hashes of (group, prefix) pairs: mixed again, since mere sums would commute with the group's."""
+    salt = _mix(np.array([group + 1], dtype=np.uint64))
+    return _mix(hashes ^ salt)
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea and Flood, Fast splittable generators, 2014)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return np.cumsum(z, dtype=np.uint64) + np.uint64(salt)
-
-
-def _salt(index: int) -> int:
-    """A 64-bit number of its own for a group."""
-    return int(prefix_hashes(np.array([index], dtype=np.int64))[0])
+    return z ^ (z >> np.uint64(31))
 
 
 @dataclass(slots=True)
@@ -113,9 +118,9 @@ class Mismatch:
 
 
 class Census:
-    """The numbers of all trajectories that were added; about 150 bytes each, and two counters of 8 MB."""
+    """The numbers of all trajectories that were added: some hundred bytes each, and two counters of hashes."""
 
-    def __init__(self) -> None:
+    def __init__(self, distinct_limit: int = 2**20) -> None:
         self._length = array("q")
         self._actions = array("q")
         self._prompt = array("q")
@@ -130,8 +135,8 @@ class Census:
         self.num_with_sampler = 0
         self.num_without_reward = 0
         self.sources: dict[str, int] = {}
-        self.distinct_in_groups = DistinctCounter()
-        self.distinct = DistinctCounter()
+        self.distinct_in_groups = DistinctCounter(distinct_limit)
+        self.distinct = DistinctCounter(distinct_limit)
         self.mismatch = Mismatch()
 
     def __len__(self) -> int:
@@ -151,7 +156,7 @@ class Census:
         self.max_id = max(self.max_id, int(ids.max()))
         hashes = prefix_hashes(ids)
         self.distinct.add(hashes)
-        self.distinct_in_groups.add(hashes + np.uint64(_salt(group)))
+        self.distinct_in_groups.add(hashes_in_group(hashes, group))
         self._add_episode(traj, group)
         self._add_source(traj.info)
         self._add_mismatch(traj, is_action)
