@@ -27,7 +27,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "models": (3, ("policy", "scoring", "tiny", "hf")),
     "rollout": (4, ("decode", "episode")),
     "train": (5, ("config", "distributed", "step", "loop", "evaluate", "checkpoint", "metrics", "base")),
-    "diagnose": (6, ("verify", "census", "analyze")),
+    "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),
 }  # fmt: skip
 TORCH_FREE = ("gym", "curriculum", "plan", "report")

@@ -118,7 +118,7 @@ class Mismatch:
 
 
 class Census:
-    """The numbers of all trajectories that were added: some hundred bytes each, and two counters of hashes."""
+    """The numbers of all trajectories that were added: some hundred bytes each, and two hash counters."""
 
     def __init__(self, distinct_limit: int = 2**20) -> None:
         self._length = array("q")
