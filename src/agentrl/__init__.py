@@ -17,7 +17,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.microbatch": ("token_budget_batches",),
     "ops.log_probs": ("selected_log_probs",),
     "models.scoring": ("sequence_log_probs",),
-    "diagnose.analyze": ("analyze",),
+    "diagnose.analyze": ("AnalyzeOptions", "analyze"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

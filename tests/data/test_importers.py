@@ -204,6 +204,7 @@ def test_text_is_marked_as_retokenized(tmp_path: Path, name: str) -> None:
     for traj in read(tmp_path / "x", [TEXT[name]]):
         assert traj.info["tokens"] == RETOKENIZED
         assert traj.info["source"] == name
+        assert traj.info["tokenizer"] == "letters"
         assert bool(traj.sample_logp.isnan().all())
         assert 0 < traj.num_actions < traj.num_tokens
         assert traj.group

@@ -158,6 +158,7 @@ def print_tables(analysis: "Analysis") -> None:
     """One table of all figures, a section at a time, on standard output."""
     from rich.console import Console
     from rich.markup import escape
+    from rich.padding import Padding
     from rich.table import Table
 
     console = Console()
@@ -169,7 +170,8 @@ def print_tables(analysis: "Analysis") -> None:
     for section, findings in analysis.sections.items():
         table.add_row(f"[bold]{section}[/bold]", "", "")
         for finding in findings:
-            table.add_row(*map(escape, (f"  {finding.name}", finding.text, finding.advice)))
+            name, text, advice = map(escape, (finding.name, finding.text, finding.advice))
+            table.add_row(Padding(name, (0, 0, 0, 2)), text, advice)
     console.print(table)
 
 

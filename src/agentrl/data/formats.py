@@ -78,7 +78,7 @@ def trajectory_from_text(pieces: list[Message] | list[Segment], label: Label, so
         mask,
         None,
         reward=label.reward or 0.0,
-        info=label.to_info(RETOKENIZED),
+        info={**label.to_info(RETOKENIZED), "tokenizer": tokenizer.name},
         group=label.group,
         episode=label.episode,
     )

@@ -135,6 +135,7 @@ class Census:
         self.num_with_sampler = 0
         self.num_without_reward = 0
         self.sources: dict[str, int] = {}
+        self.tokenizers: set[str] = set()
         self.distinct_in_groups = DistinctCounter(distinct_limit)
         self.distinct = DistinctCounter(distinct_limit)
         self.mismatch = Mismatch()
@@ -172,6 +173,8 @@ class Census:
         source = str(info.get("source", "agentrl"))
         self.sources[source] = self.sources.get(source, 0) + 1
         self.num_retokenized += str(info.get("tokens", "")).startswith("retokenized")
+        if "tokenizer" in info:
+            self.tokenizers.add(str(info["tokenizer"]))
         self.num_without_reward += info.get("reward_recorded") is False
 
     def _add_mismatch(self, traj: Trajectory, is_action: NDArray[np.bool_]) -> None:

@@ -1,4 +1,4 @@
-"""Figures about tokens: lengths, padding, packing, sharing, microbatches, logits, and what to do about each."""
+"""Figures about tokens: lengths, padding, packing, sharing, microbatches, logits, each with what to do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,13 +35,14 @@ def trajectories(census: Census) -> list[Finding]:
     p50, p90, p99 = (int(np.quantile(lengths, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99))
     median = float(np.median(lengths))
     counts, edges = np.histogram(lengths, bins=_NUM_BINS, range=(0, lengths.max()))
+    made_by = f"; text tokenized by {', '.join(sorted(census.tokenizers))}" if census.tokenizers else ""
     kinds = ", ".join(f"{count:,} {source}" for source, count in census.sources.items())
     marked = census.num_retokenized
     return [
         Finding(
             "trajectories",
             len(census),
-            f"{len(census):,} ({kinds})",
+            f"{len(census):,} ({kinds}){made_by}",
             f"{marked:,} are retokenized: not the sampler's tokens; record ids to train on them."
             if marked
             else "All hold recorded token ids: they can be trained on as they are.",
