@@ -45,7 +45,9 @@ def test_page(run_file: Path, tmp_path: Path) -> None:
     assert main(["analyze", str(run_file), "--html", str(page)]) == 0
     text = page.read_text()
     assert "padding to the longest" in text
-    assert "<svg" in text or "class=" in text
+    assert "At a glance" in text
+    assert "Positions that a model would compute" in text
+    assert "M positions" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "https://" not in text
 
@@ -63,6 +65,16 @@ def test_bad_records(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "skipped 1 records, read 20 trajectories" in error
     assert main(["analyze", str(run_file), "--skip-bad", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["skipped"]) == 1
+
+
+def test_progress_is_a_line_now_and_then_where_no_terminal_listens(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.cli.analyze._SECONDS_BETWEEN_LINES", -1)
+    assert main(["analyze", str(run_file)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "read 20 trajectories, 100% of the files"
+    assert not any("\x1b" in line for line in lines)
 
 
 def test_wrong_input_is_one_line(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
