@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "gym": (0, ("tasks", "sandbox", "env", "tokenizer")),
+    "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer")),
     "curriculum": (0, ("pass_rate", "sampler")),
     "plan": (
         0,
@@ -23,10 +23,17 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
          "collate", "advantages", "weights", "lengths", "bins", "prefix_tree", "packing", "microbatch"),
     ),
-    "ops": (2, ("attention", "log_probs", "losses")),
-    "models": (3, ("policy", "scoring", "tiny", "hf")),
+    "ops": (
+        2,
+        ("visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head", "log_probs",
+         "fused_loss", "losses"),
+    ),
+    "models": (3, ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "scoring", "reference")),
     "rollout": (4, ("decode", "episode")),
-    "train": (5, ("config", "distributed", "step", "loop", "evaluate", "checkpoint", "metrics", "base")),
+    "train": (
+        5,
+        ("config", "distributed", "checkpoint", "metrics", "step", "evaluate", "loop", "base", "run"),
+    ),
     "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),
 }  # fmt: skip

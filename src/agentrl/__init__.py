@@ -9,14 +9,31 @@ from typing import Any
 
 # module -> public names, in the order in which the data flows
 _PUBLIC: dict[str, tuple[str, ...]] = {
+    "gym.tasks": ("make_tasks",),
+    "gym.env": ("make_env",),
+    "gym.tokenizer": ("build_tokenizer",),
     "data.trajectory": ("Trajectory",),
     "data.storage": ("load_trajectories", "save_trajectories"),
     "data.importers": ("import_trajectories",),
     "data.prefix_tree": ("prefix_forest", "split_tree"),
     "data.packing": ("pack_lengths", "pack_sequences", "unpack"),
     "data.microbatch": ("token_budget_batches",),
-    "ops.log_probs": ("selected_log_probs",),
-    "models.scoring": ("sequence_log_probs",),
+    "data.collate": ("collate", "pad_rows"),
+    "data.advantages": ("compute_advantages",),
+    "ops.log_probs": (
+        "selected_log_probs",
+        "chunked_log_probs",
+        "checkpointed_log_probs",
+        "action_log_probs",
+    ),
+    "ops.losses": ("aggregate_loss", "kl_to_reference", "policy_loss", "reinforce_loss"),
+    "models.scoring": ("sequence_log_probs", "packed_logits", "packed_log_probs"),
+    "rollout.episode": ("sample_groups", "sample_step"),
+    "train.config": ("RLConfig", "RunConfig"),
+    "train.step": ("rl_update",),
+    "train.evaluate": ("behavior_stats", "evaluate"),
+    "train.loop": ("train_rl",),
+    "train.base": ("make_rl_base",),
     "diagnose.analyze": ("AnalyzeOptions", "analyze"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -98,7 +98,7 @@ def play(
     if generation.carry_over:
         seconds = sampled * first / slots
     else:
-        seconds = _drain(workload.sampled, lengths, episodes, slots, per_token)
+        seconds = drain_seconds(workload.sampled, lengths, episodes, slots, per_token)
     return Rollout(
         seconds=seconds,
         decode_seconds=sampled * engine.decode_seconds(slots, context) / slots,
@@ -111,7 +111,7 @@ def play(
     )
 
 
-def _drain(
+def drain_seconds(
     sampled: float, lengths: Lengths, episodes: float, slots: int, per_token: Callable[[float], float]
 ) -> float:
     """Seconds until the last of `episodes` ends, `slots` at a time, all in flight going at the same pace."""

@@ -161,7 +161,7 @@ def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
     >>> nice_ticks(5.0, 5.0)
     [4.0, 5.0, 6.0]
     """
-    if low == high:
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-200):  # nothing to tell apart
         return [low - 1, low, low + 1]
     if 0 < low < 0.5 * high:
         low = 0.0
@@ -169,7 +169,7 @@ def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
     for factor in (1, 2, 5, 10, 20, 50):
         first, last = math.floor(low / (step * factor) + 1e-9), math.ceil(high / (step * factor) - 1e-9)
         if last - first + 1 <= most:
-            return [round(i * step * factor, 12) for i in range(first, last + 1)]
+            return [float(f"{i * step * factor:.12g}") for i in range(first, last + 1)]
     raise AssertionError("a factor of 50 spans any range")
 
 

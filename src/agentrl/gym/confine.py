@@ -1,0 +1,186 @@
+"""Confinement: everything that a process gives up before it runs code that nobody trusts."""
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from agentrl.gym.system_calls import SystemCallFilter
+
+CLONE_NEWIPC, CLONE_NEWUSER = 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+NOBODY = 65534
+CAPABILITY_VERSION_3 = 0x20080522
+WALLS = ("namespaces", "root", "user", "filter")  # limits on resources always hold
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_NO_CAPABILITIES = (
+    struct.pack("=Ii", CAPABILITY_VERSION_3, 0),
+    bytes(24),
+)  # header (this process), three empty sets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one call may use. CPU time decides first, so that a busy machine gives the same answers.
+
+    >>> Limits(cpu_seconds=0.1).wall_seconds
+    5.0
+    """
+
+    cpu_seconds: float = 0.25  # for loading the source, and again for each case
+    wall_seconds: float = 5.0  # likewise; generous: it only stops code that waits
+    memory_bytes: int = 256 << 20  # address space beyond the empty interpreter's
+    processes: int = 1  # of the same user; 1: the child can start neither a process nor a thread
+    file_bytes: int = 1 << 20  # size of one file
+    open_files: int = 16  # descriptors, the four that the process starts with included
+    result_bytes: int = 1 << 16  # encoded size of what one case returns
+    timeouts: int = 2  # of one call; the cases after the last one are not run
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        if self.open_files < 4:
+            raise ValueError(f"open_files must be at least 4, the open ones, got {self.open_files}")
+
+
+def _call(name: str, *args: int) -> None:
+    if getattr(_libc, name)(*args) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces in `flags`; OSError where the kernel refuses."""
+    _call("unshare", flags)
+
+
+def prctl(option: int, value: int) -> None:
+    """Set one of the process's attributes; OSError where the kernel refuses."""
+    _call("prctl", option, value, 0, 0, 0)
+
+
+def enter_namespaces() -> bool:
+    """Leave the network, IPC and (for children) process namespaces; False where the kernel refuses.
+
+    Root does so directly; anybody else through a user namespace in which only their own id exists. A child
+    tries first, since a process that got only half of the way could not go back.
+    """
+    flags = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
+    for chosen in (flags, flags | CLONE_NEWUSER):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _enter(chosen)
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] == 0:
+            _enter(chosen)
+            return True
+    return False
+
+
+def _enter(flags: int) -> None:
+    uid, gid = os.getuid(), os.getgid()
+    unshare(flags)
+    if flags & CLONE_NEWUSER:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{uid} {uid} 1"),
+            ("gid_map", f"{gid} {gid} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+
+
+class ProcessNamespaces:
+    """Gives each next child a process namespace of its own: when its first process dies, all in it die.
+
+    The kernel lets a process choose its children's namespace only once; going back to its own in between
+    resets that.
+    """
+
+    def __init__(self) -> None:
+        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+
+    def renew(self) -> None:
+        """The next child is the first process of a new namespace; OSError where the kernel refuses."""
+        _call("setns", self._own, CLONE_NEWPID)
+        unshare(CLONE_NEWPID)
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, in a user namespace too."""
+    if _libc.capset(_NO_CAPABILITIES[0], _NO_CAPABILITIES[1]) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+class Walls:
+    """The walls around a child, all that the kernel grants; `without` names some of WALLS to leave out."""
+
+    def __init__(self, without: Collection[str] = ()) -> None:
+        self._without = frozenset(without)
+        self._filter = SystemCallFilter()
+        self.changes_user = os.getuid() == 0 and "user" not in without
+        with open("/proc/self/statm") as file:
+            self._base_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    def raise_around(self, limits: Limits, num_cases: int) -> None:
+        """Confine this process, in the order that lets each step still happen.
+
+        The working directory becomes the root of the file system where the kernel allows it; where it does
+        not, the filter of system calls lets no file be written. Raises OSError when a step fails that never
+        should, and where nothing would stop a fork bomb.
+        """
+        has_root = "root" not in self._without and self._change_root()
+        if self.changes_user:
+            self._become_nobody()
+        drop_capabilities()
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        prctl(PR_SET_DUMPABLE, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        self._set_limits(limits, num_cases)
+        may_start = limits.processes > 1
+        has_filter = "filter" not in self._without and self._filter.install(has_root, may_start)
+        if os.getuid() == 0 and (may_start or not has_filter):
+            raise OSError(
+                "the kernel's limit on processes does not bind root, who may not change its user here"
+            )
+
+    def _change_root(self) -> bool:
+        try:
+            os.chroot(".")
+        except OSError:  # an ordinary user where user namespaces are refused
+            return False
+        os.chdir("/")
+        return True
+
+    def _become_nobody(self) -> None:
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+        except OSError:
+            pass  # a container without that capability, or a user namespace without that id
+
+    def _set_limits(self, limits: Limits, num_cases: int) -> None:
+        cpu_seconds = math.ceil(limits.cpu_seconds * (num_cases + 1)) + 1
+        for kind, amount in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_CPU, cpu_seconds),  # the parent, finer, comes first
+            (resource.RLIMIT_AS, self._base_bytes + limits.memory_bytes),
+            (resource.RLIMIT_NPROC, limits.processes),
+            (resource.RLIMIT_FSIZE, limits.file_bytes),
+            (resource.RLIMIT_NOFILE, limits.open_files),
+        ):
+            _, hard = resource.getrlimit(kind)
+            amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+            resource.setrlimit(kind, (amount, amount))

@@ -1,0 +1,401 @@
+"""Procedurally generated programs with one bug, of the same families as the tasks but none of the tasks.
+
+They are what the supervised start learns from; rewriting a line in a bug-like way is also how a demonstration
+comes up with its next attempt.
+"""
+
+import builtins
+import functools
+import keyword
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from agentrl.gym.sandbox import Outcome, same_value
+from agentrl.gym.tasks import Case, Task, copied, make_tasks
+
+NAMES = tuple("fghpqrstuvw")  # function names of generated programs; no task and no variable has one of them
+NUM_CASES = 4
+FAMILIES = (
+    *("comparison", "off_by_one", "operator", "variable", "initial", "negation"),
+    *("swapped", "return", "logic", "builtin", "constant", "update"),
+)
+
+Tokens = list[str]
+Rewrite = tuple[str, Tokens]  # (family of bugs, the line's tokens after the rewrite)
+
+_PAIRS: tuple[tuple[str, str, str], ...] = (
+    ("comparison", "<", "<="),
+    ("comparison", ">", ">="),
+    ("comparison", "<", ">"),
+    ("negation", "==", "!="),
+    ("operator", "+", "-"),
+    ("operator", "*", "+"),
+    ("update", "+=", "-="),
+    ("logic", "and", "or"),
+    ("builtin", "min", "max"),
+)
+_SWAP: dict[str, list[tuple[str, str]]] = {}
+for _family, _a, _b in _PAIRS:
+    _SWAP.setdefault(_a, []).append((_family, _b))
+    _SWAP.setdefault(_b, []).append((_family, _a))
+
+_PIECES = re.compile(r"[A-Za-z_]+|\d+|//=|\*\*|//|[=!<>+\-*%]=|\S")
+
+
+def pieces(line: str) -> Tokens:
+    """The lexical tokens of a line of code."""
+    return _PIECES.findall(line)
+
+
+def joined(tokens: Sequence[str]) -> str:
+    """A line of code from its tokens, formatted as a code formatter would.
+
+    >>> joined(pieces("return max(x,-1)-items[0]"))
+    'return max(x, -1) - items[0]'
+    """
+    text = ""
+    for i, token in enumerate(tokens):
+        last = tokens[i - 1] if i else ""
+        before = tokens[i - 2] if i > 1 else ""
+        unary = last == "-" and not _is_operand(before)
+        tight = (
+            not text
+            or unary
+            or last in ("(", "[", ".")
+            or token in (")", "]", ",", ":", ".")
+            or (token in ("(", "[") and (_is_variable(last) or last in (")", "]")))
+        )
+        text += token if tight else f" {token}"
+    return text
+
+
+def _is_variable(token: str) -> bool:
+    return token.isidentifier() and not keyword.iskeyword(token)
+
+
+def _is_operand(token: str) -> bool:
+    return _is_variable(token) or token.isdigit() or token in (")", "]")
+
+
+def rewrites(line: str, names: Sequence[str]) -> list[Rewrite]:
+    """The bug-like one-step rewrites of a line, as (family, line); `names` are the variables in scope.
+
+    The rules come in pairs that undo each other, so the repair of a bug is a rewrite of the buggy line.
+    """
+    tokens = pieces(line)
+    found: list[Rewrite] = []
+    for i, token in enumerate(tokens):
+        before, after = tokens[:i], tokens[i + 1 :]
+        last = before[-1] if before else ""
+        binary = token not in ("+", "-", "*") or _is_operand(last)
+        if token in _SWAP and binary:
+            found.extend((family, [*before, other, *after]) for family, other in _SWAP[token])
+        if token == "not":
+            found.append(("negation", [*before, *after]))
+        if token == "in" and last != "not" and tokens[0] != "for":
+            found.append(("negation", [*before, "not", *tokens[i:]]))
+        if token == "-" and binary:
+            found.extend(_swapped_operands(tokens, i))
+        if token in ("0", "1") and tokens[1:2] == ["="] and len(tokens) == 3:
+            found.append(("initial", [*before, "10"[int(token)], *after]))
+        if token in ("0", "1") and last in ("==", "!="):
+            found.append(("constant", [*before, "10"[int(token)], *after]))
+        if token in names and last in ("+", "-", "*") and not after and len(tokens) > 3:
+            others = [name for name in names if name not in (token, before[-2], tokens[0])]
+            found.extend(("variable", [*before, name]) for name in others[:3])
+        if token == ")" and "range" in before and last not in ("1", ")"):
+            found.append(("off_by_one", [*before, "+", "1", *tokens[i:]]))
+        if token == "+" and "range" in before and after[:1] == ["1"]:
+            found.append(("off_by_one", [*before, *after[1:]]))
+    if tokens[:2] == ["return", "len"]:
+        found.append(("off_by_one", [*tokens, "-", "1"] if tokens[-1] == ")" else tokens[:-2]))
+    if tokens[0] == "return" and tokens[-1] == "]" and len(tokens) == 6:
+        found.append(("return", [*tokens[:2], tokens[4], ",", tokens[2], "]"]))
+    if tokens[0] == "return" and len(tokens) == 2 and tokens[1] in names:
+        found.extend(("return", ["return", name]) for name in names if name != tokens[1])
+    seen: set[str] = {joined(tokens)}
+    unique: list[Rewrite] = []
+    for family, rewritten in found:
+        text = joined(rewritten)
+        if text not in seen:
+            seen.add(text)
+            unique.append((family, rewritten))
+    return unique
+
+
+def _swapped_operands(tokens: Tokens, i: int) -> list[Rewrite]:
+    left, right = tokens[i - 1], tokens[i + 1]
+    alone = i + 2 == len(tokens) and i >= 2 and tokens[i - 2] in ("return", "=")
+    if not alone or left == right or not (_is_operand(left) and _is_operand(right)):
+        return []
+    return [("swapped", [*tokens[: i - 1], right, tokens[i], left])]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A generated function, correct, with a sampler of arguments."""
+
+    name: str
+    source: str
+    parameters: tuple[str, ...]
+    arguments: Callable[[random.Random], tuple[Any, ...]]
+
+    def variables(self) -> list[str]:
+        """Names in scope that hold data, in order of appearance."""
+        found = dict.fromkeys(t for t in pieces(self.source.replace("\n", " ")) if _is_variable(t))
+        names = [n for n in found if n != self.name and not hasattr(builtins, n) and n not in ("append", "items")]
+        return names
+
+
+def canonical(source: str) -> str:
+    """The source with every name of its own replaced by its order of appearance: equal for renamed copies."""
+    seen: dict[str, str] = {}
+
+    def renamed(token: str) -> str:
+        if not _is_variable(token) or hasattr(builtins, token) or token == "append":
+            return token
+        return seen.setdefault(token, f"v{len(seen)}")
+
+    return "\n".join(" ".join(map(renamed, pieces(line))) for line in source.split("\n"))
+
+
+# ---- the grammar: each shape returns (parameters, body lines, kinds of the parameters: 'i' int, 'l' list)
+
+Shape = tuple[tuple[str, ...], list[str], str]
+_INDENT = "    "
+
+
+def _small(rng: random.Random) -> str:
+    return str(rng.randint(1, 3))
+
+
+def _term(rng: random.Random, a: str, b: str) -> str:
+    op = rng.choice(["+", "-", "*", "+", "-", "*", "//", "%"])
+    if op in ("//", "%"):
+        return f"{a} {op} {rng.choice(['2', '3'])}"
+    kind = rng.random()
+    if kind < 0.2:
+        return f"{rng.choice(['min', 'max'])}({a}, {b})"
+    return f"{a} {op} {b}" if kind < 0.65 else f"{a} {op} {_small(rng)}"
+
+
+def _condition(rng: random.Random, a: str, b: str) -> str:
+    op = rng.choice(["<", "<=", ">", ">=", "==", "!="])
+    kind = rng.random()
+    if kind < 0.2:
+        return f"{a} % {rng.choice(['2', '3'])} {rng.choice(['==', '!='])} {rng.choice(['0', '1'])}"
+    return f"{a} {op} {b}" if kind < 0.7 else f"{a} {op} {rng.choice(['0', '0', '1', '2'])}"
+
+
+def _pair(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.choice([("a", "b"), ("x", "y"), ("x", "k"), ("n", "k"), ("x", "lo"), ("x", "hi"), ("lo", "hi")])
+    return (a, b) if rng.random() < 0.7 else (b, a)
+
+
+def _straight(rng: random.Random) -> Shape:
+    a, b = _pair(rng)
+    kind = rng.random()
+    if kind < 0.3:
+        return (a, b), [f"return {_term(rng, a, b)}"], "ii"
+    if kind < 0.45:
+        return (a, b), [f"return {a} {rng.choice('*+-')} {rng.choice([a, b])} {rng.choice('+-')} {b}"], "ii"
+    c = rng.choice(["z", "d", "total", "c"])
+    first = f"{c} = {_term(rng, a, b)}"
+    if kind < 0.6:
+        return (a, b), [first, f"return {c}"], "ii"
+    if kind < 0.8:
+        return (a, b), [first, f"return {_term(rng, c, rng.choice([a, b]))}"], "ii"
+    e = rng.choice(["y", "e", "k"])
+    e = e if e not in (a, b) else "e"
+    last = rng.choice([f"return {c} {rng.choice('+-*')} {e}", f"return [{c}, {e}]"])
+    return (a, b), [first, f"{e} = {_term(rng, rng.choice([a, b, c]), b)}", last], "ii"
+
+
+def _predicate(rng: random.Random) -> Shape:
+    a, b = _pair(rng)
+    kind = rng.random()
+    if kind < 0.3:
+        return (a, b), [f"return {_condition(rng, a, b)}"], "ii"
+    if kind < 0.45:
+        return ("x", "items"), [f"return x {rng.choice(['in', 'not in'])} items"], "il"
+    left, right = _condition(rng, a, b), _condition(rng, b, a)
+    return (a, b), [f"return {left} {rng.choice(['and', 'or'])} {right}"], "ii"
+
+
+def _branch(rng: random.Random) -> Shape:
+    a, b = _pair(rng)
+    yes, no = rng.choice([(a, b), (b, a), (_term(rng, a, b), a), (a, _term(rng, a, b)), ("1", "0"), (b, "0")])
+    return (a, b), [f"if {_condition(rng, a, b)}:", f"{_INDENT}return {yes}", f"return {no}"], "ii"
+
+
+def _accumulate(rng: random.Random) -> Shape:
+    acc = rng.choice(["total", "count", "out", "best", "k"])
+    multiply = rng.random() < 0.3
+    op, start = ("*=", "1") if multiply else (rng.choice(["+=", "+=", "-="]), "0")
+    if rng.random() < 0.5:
+        v, parameters, kinds = "x", ("items",), "l"
+        header = "for x in items:"
+    else:
+        v, parameters, kinds = "i", ("n",), "i"
+        header = f"for i in range({rng.choice(['n', 'n + 1', '1, n', '1, n + 1'])}):"
+    other = rng.choice(["y", "b", "z"])
+    value = rng.choice([v, v, v, f"{v} + 1", f"{v} * {v}", f"{v} * 2", other])
+    if value == other:
+        parameters, kinds = (*parameters, other), kinds + "i"
+    body = [f"{acc} = {start}", header]
+    if rng.random() < 0.4:
+        bound = rng.choice(["k", "lo", "0", "1", "2"])
+        bound = "hi" if bound == acc else bound
+        if not bound.isdigit():
+            parameters, kinds = (*parameters, bound), kinds + "i"
+        value = "1" if rng.random() < 0.5 and not multiply else value
+        body += [f"{_INDENT}if {_condition(rng, v, bound)}:", f"{_INDENT * 2}{acc} {op} {value}"]
+        parameters, kinds = _used(parameters, kinds, "\n".join(body))
+    else:
+        body.append(f"{_INDENT}{acc} {op} {value}")
+    body.append(rng.choice([f"return {acc}"] * 4 + [f"return {acc} + 1", f"return {acc} * 2"]))
+    return parameters, body, kinds
+
+
+def _used(parameters: tuple[str, ...], kinds: str, body: str) -> tuple[tuple[str, ...], str]:
+    """The parameters that the body mentions."""
+    mentioned = set(pieces(body.replace("\n", " ")))
+    kept = [(p, k) for p, k in zip(parameters, kinds, strict=True) if p in mentioned]
+    return tuple(p for p, _ in kept), "".join(k for _, k in kept)
+
+
+def _collect(rng: random.Random) -> Shape:
+    bound = rng.choice(["k", "lo", "0", "1"])
+    parameters = ("items",) if bound.isdigit() else ("items", bound)
+    value = rng.choice(["x", "x", "x + 1", "x * 2", "x - 1"])
+    condition = rng.choice([_condition(rng, "x", bound), f"x not in {rng.choice(['out', 'items'])}"])
+    body = ["out = []", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}out.append({value})"]
+    if rng.random() < 0.3:
+        body = [*body[:2], f"{_INDENT}out.append({value})"]
+    parameters, kinds = _used(parameters, "l" + "i" * (len(parameters) - 1), "\n".join(body))
+    return parameters, [*body, "return out"], kinds
+
+
+def _search(rng: random.Random) -> Shape:
+    best = rng.choice(["best", "k", "out"])
+    start = rng.choice(["0", "1"])
+    condition = rng.choice([f"x > {best}", f"x >= {best}", f"x % 2 == {rng.choice(['0', '1'])}", "x != 0"])
+    value = rng.choice(["x", "x", "x + 1"])
+    body = [f"{best} = {start}", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}{best} = {value}"]
+    return ("items",), [*body, f"return {best}"], "l"
+
+
+def _builtins(rng: random.Random) -> Shape:
+    kind = rng.random()
+    if kind < 0.35:
+        f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len"])
+        return ("items",), [f"return {f}(items) {rng.choice('+-')} {rng.choice([f'{g}(items)', '1'])}"], "l"
+    if kind < 0.65:
+        f, g = rng.choice(["min", "max", "sum"]), rng.choice(["min", "max", "len"])
+        a, b = rng.choice([("a", "b"), ("k", "n"), ("lo", "hi"), ("x", "y")])
+        last = rng.choice([f"return {a} + {b}", f"return {a} * {b}", f"return [{a}, {b}]", f"return {b} * 2 - {a}"])
+        return ("items",), [f"{a} = {f}(items)", f"{b} = {g}(items)", last], "l"
+    a, b = _pair(rng)
+    c = rng.choice(["z", "d", "e"])
+    f, g = rng.choice(["min", "max"]), rng.choice(["min", "max"])
+    return (a, b), [f"{c} = {f}({a}, {_small(rng)})", f"return {g}({c}, {b})"], "ii"
+
+
+_SHAPES = (_straight, _predicate, _branch, _accumulate, _accumulate, _collect, _search, _builtins)
+
+
+def _arguments(kinds: str) -> Callable[[random.Random], tuple[Any, ...]]:
+    def draw(rng: random.Random) -> tuple[Any, ...]:
+        return tuple(
+            rng.randint(0, 6) if kind == "i" else [rng.randint(0, 6) for _ in range(rng.randint(1, 3))]
+            for kind in kinds
+        )
+
+    return draw
+
+
+def make_program(rng: random.Random) -> Program:
+    """A random correct function of 2 to 6 lines."""
+    parameters, body, kinds = rng.choice(_SHAPES)(rng)
+    name = rng.choice(NAMES)
+    source = "\n".join([f"def {name}({', '.join(parameters)}):", *(_INDENT + line for line in body)])
+    return Program(name, source, parameters, _arguments(kinds))
+
+
+def replaced(source: str, line: int, text: str) -> str:
+    """The source with its line (1-based) replaced, indentation kept."""
+    lines = source.split("\n")
+    old = lines[line - 1]
+    lines[line - 1] = old[: len(old) - len(old.lstrip())] + text
+    return "\n".join(lines)
+
+
+def all_rewrites(source: str, variables: Sequence[str]) -> list[tuple[str, int, str]]:
+    """Every bug-like rewrite of a function's body: (family, line, text)."""
+    return [
+        (family, number, joined(tokens))
+        for number, line in enumerate(source.split("\n"), start=1)
+        if number > 1
+        for family, tokens in rewrites(line, variables)
+    ]
+
+
+def task_shapes() -> frozenset[str]:
+    """Canonical forms of the thirty tasks, buggy and fixed: what no generated program may equal."""
+    return frozenset(canonical(text) for task in make_tasks() for text in (task.source, task.fixed))
+
+
+def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Program]:
+    """A generated task and the program that it was made from.
+
+    Mutants that no visible case tells from the correct function are dropped, and so is every program whose
+    canonical form is in `forbidden`.
+    """
+    family = rng.choice(FAMILIES)
+    while True:
+        program = make_program(rng)
+        options = [o for o in all_rewrites(program.source, program.variables()) if o[0] == family]
+        if not options or canonical(program.source) in forbidden:
+            continue
+        _, line, text = rng.choice(options)
+        source = replaced(program.source, line, text)
+        arguments = [program.arguments(rng) for _ in range(NUM_CASES)]
+        wanted = run_trusted(program.source, program.name, arguments)
+        if not all(outcome.ok for outcome in wanted) or canonical(source) in forbidden:
+            continue
+        got = run_trusted(source, program.name, arguments)
+        if all(o.ok and same_value(o.value, w.value) for o, w in zip(got, wanted, strict=True)):
+            continue
+        cases = tuple(Case(a, w.value) for a, w in zip(arguments, wanted, strict=True))
+        return Task(program.name, family, source, program.source, cases, cases), program
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(source: str) -> CodeType | str:
+    try:
+        return compile(source, "<generated>", "exec")
+    except SyntaxError as error:
+        return type(error).__name__
+
+
+def run_trusted(source: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Outcome]:
+    """What `Sandbox.call` returns, computed in this process: only for sources that this module generated."""
+    code = _compiled(source)
+    if isinstance(code, str):
+        return [Outcome(False, None, code)] * len(arguments)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    outcomes: list[Outcome] = []
+    for arguments_of_call in arguments:
+        try:
+            value = scope[function](*copied(arguments_of_call))
+        except (ArithmeticError, LookupError, NameError, TypeError, ValueError, AttributeError) as error:
+            outcomes.append(Outcome(False, None, f"{type(error).__name__}: {error}"))
+        else:
+            nested = "..." in ascii(value)  # a list that was appended to itself
+            outcomes.append(Outcome(False, None, "not plain data") if nested else Outcome(True, value, ""))
+    return outcomes

@@ -1,0 +1,100 @@
+"""A filter of system calls (seccomp): code that only computes needs few, so all others fail with EPERM."""
+
+import ctypes
+import errno
+import platform
+import struct
+
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+KILL_PROCESS, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+LOAD, IF_EQUAL, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF: ld [k]; jeq k; jset k; ret k
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data
+
+# name -> number on (x86_64, aarch64), None where the architecture lacks it. Source: the kernel's tables.
+COMPUTE: dict[str, tuple[int | None, int | None]] = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "stat": (4, None),
+    "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291), "lseek": (8, 62),
+    "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "ftruncate": (77, 46),
+    "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "getcwd": (79, 17),
+    "getdents64": (217, 61), "readlink": (89, None), "readlinkat": (267, 78),
+    "pipe": (22, None), "pipe2": (293, 59), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "close_range": (436, 436),
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216), "madvise": (28, 233),
+    "brk": (12, 214), "membarrier": (324, 283),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132), "restart_syscall": (219, 128),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
+    "getrusage": (98, 165), "getrandom": (318, 278), "uname": (63, 160),
+    "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293), "sched_yield": (24, 124),
+    "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+REMOVE: dict[str, tuple[int | None, int | None]] = {"unlink": (87, None), "unlinkat": (263, 35)}
+START: dict[str, tuple[int | None, int | None]] = {
+    "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None), "setsid": (112, 157),
+    "wait4": (61, 260), "waitid": (247, 95),
+}  # fmt: skip
+# name -> numbers, the argument to look at, and the values of it that are let through
+IOCTL = ((16, 29), 1, (0x5401, 0x5413, 0x5450, 0x5451))  # is it a terminal, its size; close-on-exec
+FCNTL = ((72, 25), 1, (0, 1, 2, 3, 4, 1030))  # duplicate, flags; not "send a signal to"
+OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}  # name -> numbers, the argument with the flags
+WRITING = 0o3 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
+
+
+def program(machine: str, may_write: bool, may_start: bool) -> bytes:
+    """The filter for a machine as BPF instructions, 8 bytes each; KeyError for an unknown architecture.
+
+    may_write lets files be opened for writing and removed; may_start lets processes and threads be started.
+    Never let through: sockets, exec, signals to others, tracing, limits, mounts, and all that is not named.
+    """
+    column, architecture = ARCHITECTURES[machine]
+    denied = (RETURN, 0, 0, ERRNO | errno.EPERM)
+    code: list[tuple[int, int, int, int]] = [
+        (LOAD, 0, 0, ARCHITECTURE_AT),
+        (IF_EQUAL, 1, 0, architecture),
+        (RETURN, 0, 0, KILL_PROCESS),
+        (LOAD, 0, 0, NUMBER_AT),
+    ]
+
+    def when(number: int | None, *then: tuple[int, int, int, int]) -> None:
+        if number is not None:
+            code.extend([(IF_EQUAL, 0, len(then), number), *then])
+
+    calls = COMPUTE | (REMOVE if may_write else {}) | (START if may_start else {})
+    for numbers in calls.values():
+        when(numbers[column], (RETURN, 0, 0, ALLOW))
+    for numbers, argument in OPEN.values():
+        look = (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)
+        refuse = (IF_ANY_BIT, 0, 1, 0 if may_write else WRITING)
+        when(numbers[column], look, refuse, denied, (RETURN, 0, 0, ALLOW))
+    for numbers, argument, values in (IOCTL, FCNTL):
+        look = (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)
+        let = [step for value in values for step in ((IF_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
+        when(numbers[column], look, *let, denied)
+    code.append(denied)
+    return b"".join(struct.pack("=HBBI", *step) for step in code)
+
+
+class SystemCallFilter:
+    """The filters for this machine, built once; `install` puts one on the calling process, for ever."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        machine = platform.machine()
+        self._programs: dict[tuple[bool, bool], bytes] = {}
+        if machine in ARCHITECTURES:
+            for may_write in (False, True):
+                for may_start in (False, True):
+                    self._programs[may_write, may_start] = program(machine, may_write, may_start)
+
+    def install(self, may_write: bool, may_start: bool) -> bool:
+        """Whether the kernel took the filter; the process must have given up new privileges before."""
+        if not self._programs:
+            return False
+        text = ctypes.create_string_buffer(self._programs[may_write, may_start])
+        head = struct.pack("HxxxxxxP", (len(text) - 1) // 8, ctypes.addressof(text))  # struct sock_fprog
+        return self._libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0) == 0

@@ -1,0 +1,186 @@
+"""Plays tasks in an environment: text for the environment, tokens for the policy."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from agentrl.data.trajectory import Trajectory
+from agentrl.models.policy import Policy
+from agentrl.rollout.decode import DecodeStats, Stream, decode, threads_for, uniforms
+
+
+class Environment(Protocol):
+    """Text in, text out; see gym/env for one."""
+
+    def reset(self, task: Any, /) -> str:
+        """Start an episode; returns the prompt."""
+        ...
+
+    def step(self, action: str, /) -> tuple[str, float, bool]:
+        """Carry out an action; returns (observation, reward, done)."""
+        ...
+
+
+class NamedTask(Protocol):
+    """All that sampling needs to know of a task."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class TextTokenizer(Protocol):
+    """Text to ids and back, with an id that ends an action."""
+
+    pad_id: int
+    end_id: int
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def __len__(self) -> int: ...
+
+
+class SamplingConfig(Protocol):
+    """The part of a configuration that sampling reads."""
+
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def prompts_per_step(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def max_tokens(self) -> int: ...
+
+
+class EpisodePlayer:
+    """One episode of one task: the player that `decode` drives."""
+
+    def __init__(
+        self, env: Environment, task: NamedTask, tok: TextTokenizer, max_tokens: int, stream: Stream
+    ) -> None:
+        self.stream = stream
+        self.reward = 0.0
+        self.finish = "tokens"  # why it ended: it ran out of tokens unless something else happens first
+        self.num_turns = 0
+        self._env, self._task, self._tok, self._max_tokens = env, task, tok, max_tokens
+
+    def open(self) -> None:
+        """Force the prompt. Raises ValueError where it leaves no room for an action."""
+        prompt = self._tok.encode(self._env.reset(self._task))
+        if not 0 < len(prompt) < self._max_tokens:
+            raise ValueError(
+                f"the prompt of task {self._task.name!r} has {len(prompt)} tokens but an episode holds "
+                f"{self._max_tokens}; it must have at least one and leave room for an action: raise max_tokens"
+            )
+        self.stream.force(prompt)
+
+    def act(self, action: Sequence[int]) -> bool:
+        """Carry out an action; False when the episode is over, or when the observation does not fit any more."""
+        self.num_turns += 1
+        observation, reward, done = self._env.step(self._tok.decode(action))
+        if done:
+            self.reward = float(reward)
+            self.finish = "done"
+            return False
+        tokens = self._tok.encode(observation)
+        if len(self.stream.ids) + len(tokens) >= self._max_tokens:
+            return False
+        self.stream.force(tokens)
+        return True
+
+    def trajectory(self, episode: str) -> Trajectory:
+        """What was played, as a trajectory of the group that its task's name gives."""
+        info = {"task": self._task.name, "num_turns": self.num_turns, "finish": self.finish}
+        return Trajectory(
+            ids=torch.tensor(self.stream.ids),
+            action_mask=torch.tensor(self.stream.is_action[1:], dtype=torch.float32),
+            sample_logp=torch.tensor(self.stream.sample_logp[1:], dtype=torch.float32),
+            reward=self.reward,
+            info=info,
+            episode=episode,
+        )
+
+
+def play(
+    model: Policy,
+    make_env: Callable[[], Environment],
+    tasks: Sequence[NamedTask],
+    tok: TextTokenizer,
+    *,
+    max_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+    num_slots: int = 64,
+) -> tuple[list[Trajectory], DecodeStats]:
+    """One episode of each of `tasks` (repeat a task for more), in order, and what the decoding cost."""
+    seed = int(torch.randint(2**62, (1,), generator=generator))
+    players = [
+        EpisodePlayer(make_env(), task, tok, max_tokens, Stream(uniforms(seed, i, max_tokens)))
+        for i, task in enumerate(tasks)
+    ]
+    with threads_for(model):
+        stats = decode(
+            model,
+            players,
+            end_id=tok.end_id,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            num_slots=num_slots,
+        )
+    return [player.trajectory(f"{seed:x}/{i}") for i, player in enumerate(players)], stats
+
+
+def sample_groups(
+    model: Policy,
+    make_env: Callable[[], Environment],
+    tasks: Sequence[NamedTask],
+    tok: TextTokenizer,
+    cfg: SamplingConfig,
+    generator: torch.Generator,
+) -> list[Trajectory]:
+    """cfg.group_size trajectories of every task, groups contiguous, in the order of the tasks."""
+    repeated = [task for task in tasks for _ in range(cfg.group_size)]
+    trajs, _ = play(
+        model,
+        make_env,
+        repeated,
+        tok,
+        max_tokens=cfg.max_tokens,
+        temperature=cfg.temperature,
+        generator=generator,
+    )
+    return trajs
+
+
+def sample_step(
+    model: Policy,
+    make_env: Callable[[], Environment],
+    pool: Sequence[NamedTask],
+    tok: TextTokenizer,
+    cfg: SamplingConfig,
+    generator: torch.Generator,
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """(kept, sampled): groups of cfg.prompts_per_step tasks drawn from the pool without replacement.
+
+    A smaller pool is taken whole. `kept` leaves out groups without signal: those whose rewards are all equal.
+    Raises ValueError where the pool is empty.
+    """
+    if not pool:
+        raise ValueError("the pool of tasks is empty; give at least one task")
+    chosen = torch.randperm(len(pool), generator=generator)[: cfg.prompts_per_step].tolist()
+    sampled = sample_groups(model, make_env, [pool[i] for i in chosen], tok, cfg, generator)
+    kept = [traj for group in groups_of(sampled, cfg.group_size) if has_signal(group) for traj in group]
+    return kept, sampled
+
+
+def groups_of(trajs: Sequence[Trajectory], group_size: int) -> list[Sequence[Trajectory]]:
+    """Contiguous groups of group_size trajectories."""
+    return [trajs[i : i + group_size] for i in range(0, len(trajs), group_size)]
+
+
+def has_signal(group: Sequence[Trajectory]) -> bool:
+    """Whether a group's rewards differ, so that its advantages are not all zero."""
+    return any(traj.reward != group[0].reward for traj in group)
+
+

@@ -1,0 +1,192 @@
+"""Configuration: typed, validated once, kept in a TOML file that flags override."""
+
+import difflib
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tomli_w
+import tyro
+
+from agentrl.data.advantages import ADVANTAGES
+from agentrl.data.weights import check_mode
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """What determines a run's learning: sampling, objective and optimizer.
+
+    Raises ValueError, naming the field, for a value out of range.
+
+    >>> RLConfig(lr=1e-3).group_size
+    8
+    """
+
+    seed: int = 0
+    """Seed of every random choice of the run."""
+    lr: float = 5e-4
+    """Learning rate of Adam."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's first and second moment."""
+    group_size: int = 8
+    """Episodes of one task that are compared with each other."""
+    prompts_per_step: int = 8
+    """Tasks sampled a step."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer scores tokens at the same one."""
+    max_tokens: int = 256
+    """Tokens of an episode, prompt and observations included."""
+    max_turns: int = 16
+    """Actions of an episode."""
+    loss_mode: str = "token_mean"
+    """How token losses become one number: token_mean, sequence_mean, dr_grpo, ..."""
+    norm_const: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Divisor of the loss modes `constant` and `sequence_sum_norm`, which need one."""
+    advantage: Literal["group_std", "group_mean"] = "group_std"
+    """Reward minus the group's mean, divided by its deviation or not."""
+    clip_low: float = 0.2
+    """The policy ratio is clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """The policy ratio is clipped above 1 + clip_high."""
+    kl_coef: float = 0.0
+    """Weight of the KL term that holds the policy near where it started; 0 turns it off."""
+    num_epochs: int = 1
+    """Passes over a step's trajectories."""
+    num_minibatches: int = 2
+    """Optimizer steps a pass."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; inf turns it off."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "group_size",
+            "prompts_per_step",
+            "max_tokens",
+            "max_turns",
+            "num_epochs",
+            "num_minibatches",
+        ):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("lr", "temperature"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, name, value, "positive and finite")
+        for name in ("clip_high", "kl_coef"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, name, value, "at least 0 and finite")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
+        _require(self.max_tokens >= 2, "max_tokens", self.max_tokens, "at least 2, a prompt and an action")
+        _require(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "between 0 and 1")
+        _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "positive")
+        _require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            "betas",
+            self.betas,
+            "two numbers from 0 to below 1",
+        )
+        _require(self.advantage in ADVANTAGES, "advantage", self.advantage, f"one of {', '.join(ADVANTAGES)}")
+        check_mode(self.loss_mode, self.norm_const)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run of `agentrl train`: how long, how often it evaluates and saves, where it computes."""
+
+    rl: RLConfig = field(default_factory=RLConfig)
+    """What determines a run's learning; fixed when it starts."""
+    steps: int = 60
+    """Training steps."""
+    eval_samples: int = 16
+    """Episodes a held-out task, before and after training."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    threads: int = 1
+    """CPU threads of one operation; small models are fastest with one."""
+    device: str = "cpu"
+    """Where the model computes: cpu, cuda, cuda:1, ..."""
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 0, "steps", self.steps, "at least 0")
+        for name in ("eval_samples", "checkpoint_every", "keep_checkpoints", "threads"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+def known_keys(config: type = RunConfig, prefix: str = "") -> list[str]:
+    """Dotted names of every setting.
+
+    >>> known_keys()[:3]
+    ['rl.seed', 'rl.lr', 'rl.betas']
+    """
+    names: list[str] = []
+    for entry in fields(config):
+        if isinstance(entry.type, type) and is_dataclass(entry.type):
+            names += known_keys(entry.type, f"{prefix}{entry.name}.")
+        else:
+            names.append(prefix + entry.name)
+    return names
+
+
+def nearest_key(key: str) -> str:
+    """A hint that names the setting most like `key`, else all of them.
+
+    >>> nearest_key("group-sise")
+    'did you mean rl.group_size?'
+    """
+    known = {name.rpartition(".")[2]: name for name in known_keys()}
+    match = difflib.get_close_matches(key.rpartition(".")[2].replace("-", "_"), known, n=1)
+    return f"did you mean {known[match[0]]}?" if match else f"settings are {', '.join(known_keys())}"
+
+
+def _unknown_keys(values: Mapping[str, Any], config: type = RunConfig, prefix: str = "") -> list[str]:
+    known = {entry.name: entry.type for entry in fields(config)}
+    unknown = [prefix + key for key in values if key not in known]
+    for key, value in values.items():
+        inner = known.get(key)
+        if isinstance(inner, type) and is_dataclass(inner) and isinstance(value, Mapping):
+            unknown += _unknown_keys(value, inner, f"{prefix}{key}.")
+    return unknown
+
+
+def load_config(path: Path) -> RunConfig:
+    """The configuration in a TOML file; settings that it leaves out keep their defaults.
+
+    Raises ValueError, naming the file, for TOML that does not parse, an unknown key (with the nearest known
+    one), a wrong type or a value out of range.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    for key in _unknown_keys(values):
+        raise ValueError(f"{path}: unknown key {key!r}; {nearest_key(key)}")
+    try:
+        return msgspec.convert(values, RunConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def config_to_toml(config: RunConfig) -> str:
+    """The configuration as TOML; settings that are None are left out, as TOML has no null."""
+
+    def present(values: Mapping[str, Any]) -> dict[str, Any]:
+        inner = {k: present(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+        return {key: value for key, value in inner.items() if value is not None}
+
+    return tomli_w.dumps(present(asdict(config)))
+
+
+def config_hash(config: RLConfig) -> str:
+    """Digest of the settings that a checkpoint depends on, to notice one that changed under it."""
+    return hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()[:16]

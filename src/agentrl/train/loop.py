@@ -1,0 +1,219 @@
+"""The training loop: sample groups, learn from those with signal, keep a record of every step."""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any, Protocol
+
+import torch
+
+from agentrl.data.advantages import compute_advantages
+from agentrl.data.collate import collate
+from agentrl.data.trajectory import Trajectory
+from agentrl.gym.env import make_env
+from agentrl.models.policy import Policy
+from agentrl.rollout.episode import NamedTask, TextTokenizer, sample_step
+from agentrl.train.checkpoint import Checkpoint
+from agentrl.train.config import RLConfig, config_hash
+from agentrl.train.step import rl_update
+
+# What an update reports; a step without one has None instead of each.
+_UPDATE_KEYS = ("loss", "entropy", "ratio_mean", "ratio_max", "clip_frac", "grad_norm")
+
+# (kept, sampled): trajectories of the groups with signal, and all of them
+Sample = Callable[[Policy, Sequence[Any], torch.Generator], tuple[list[Trajectory], list[Trajectory]]]
+
+
+class Curriculum(Protocol):
+    """Which tasks the next step may draw from, and what it learns from how they went."""
+
+    def pool(self, step: int) -> Sequence[Any]:
+        """Tasks that step `step` (from 1) samples from."""
+        ...
+
+    def observe(self, sampled: Sequence[Trajectory], step: int) -> None:
+        """See all trajectories that step `step` sampled."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Figures for the step's record."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON from which `load_state_dict` continues exactly."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        ...
+
+
+class AllTasks:
+    """The curriculum without one: every step draws from all tasks."""
+
+    def __init__(self, tasks: Sequence[Any]) -> None:
+        self.tasks = tasks
+
+    def pool(self, step: int) -> Sequence[Any]:
+        """All tasks."""
+        return self.tasks
+
+    def observe(self, sampled: Sequence[Trajectory], step: int) -> None:
+        """Nothing is learnt."""
+
+    def metrics(self) -> dict[str, float]:
+        """No figures."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """No state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for the state of a curriculum that has one."""
+        if state:
+            raise ValueError(f"the run was made with a curriculum that keeps {', '.join(state)}")
+
+
+class Trainer:
+    """A policy in training: `step()` does one step; `checkpoint()` and `restore()` stop and go on exactly.
+
+    The model is trained in place. All randomness comes from `generator`, seeded with cfg.seed, which `sample`
+    and the update share in turn. `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        model: Policy,
+        cfg: RLConfig,
+        curriculum: Curriculum,
+        sample: Sample,
+        *,
+        pad_id: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self.cfg, self.curriculum = model, cfg, curriculum
+        self.num_steps = 0  # done so far
+        self.generator = torch.Generator().manual_seed(cfg.seed)
+        self.optimizer = torch.optim.Adam(model.module.parameters(), lr=cfg.lr, betas=cfg.betas)
+        self._reference = copy.deepcopy(model) if cfg.kl_coef > 0 else None
+        self._sample, self._pad_id, self._clock = sample, pad_id, clock
+
+    def step(self) -> dict[str, Any]:
+        """Sample, learn, and return the step's record.
+
+        `step` (from 1), `pass_rate` (mean reward), `episodes`, `tokens` (of all sampled trajectories),
+        `zero_adv_frac` (share of trajectories in groups without signal), `updated`, the statistics of
+        `rl_update` with its tokens as `action_tokens`, `seconds_sampling`, `seconds_training`, and the
+        curriculum's figures. Without a group that has signal there is no update: `updated` is False, its
+        statistics are None.
+        """
+        step = self.num_steps + 1
+        start = self._clock()
+        kept, sampled = self._sample(self.model, self.curriculum.pool(step), self.generator)
+        self.curriculum.observe(sampled, step)
+        sampled_at = self._clock()
+        update = self._learn(kept) if kept else {**dict.fromkeys(_UPDATE_KEYS), "action_tokens": 0}
+        self.num_steps = step
+        rewards = {t.episode: t.reward for t in sampled}
+        return {
+            "step": step,
+            "pass_rate": sum(rewards.values()) / len(rewards),
+            "zero_adv_frac": 1 - len(kept) / len(sampled),
+            "episodes": len(rewards),
+            "tokens": sum(t.num_tokens for t in sampled),
+            "updated": bool(kept),
+            **update,
+            **self.curriculum.metrics(),
+            "seconds_sampling": sampled_at - start,
+            "seconds_training": self._clock() - sampled_at,
+        }
+
+    def _learn(self, kept: Sequence[Trajectory]) -> dict[str, float | None]:
+        batch = collate(kept, self._pad_id)
+        advantages = compute_advantages(batch, self.cfg)
+        stats = rl_update(
+            self.model, self.optimizer, batch, advantages, self.cfg, self._reference, self.generator
+        )
+        return {("action_tokens" if name == "tokens" else name): value for name, value in stats.items()}
+
+    def checkpoint(self) -> Checkpoint:
+        """All that the steps to come depend on."""
+        config = getattr(self.model, "config", None)
+        return Checkpoint(
+            step=self.num_steps,
+            config_hash=config_hash(self.cfg),
+            model=self.model.module.state_dict(),
+            optimizer=self.optimizer.state_dict()["state"],
+            random={"generator": self.generator.get_state(), "torch": torch.get_rng_state()},
+            curriculum=self.curriculum.state_dict(),
+            model_config=asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint of a run with the same settings.
+
+        The trainer must have been made with the model that the run started from: it is the reference of a KL
+        term. Raises ValueError where settings or the model's tensors differ, before anything changes.
+        """
+        if checkpoint.config_hash != config_hash(self.cfg):
+            raise ValueError(
+                f"the checkpoint of step {checkpoint.step} was made with other settings of learning than "
+                "those given; they cannot change within a run, so start a new one"
+            )
+        own = {name: (t.shape, t.dtype) for name, t in self.model.module.state_dict().items()}
+        other = {name: (t.shape, t.dtype) for name, t in checkpoint.model.items()}
+        if own != other:
+            names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+            raise ValueError(f"the checkpoint holds another model: {', '.join(names[:5])} differ")
+        self.curriculum.load_state_dict(checkpoint.curriculum)
+        self.model.module.load_state_dict(checkpoint.model)
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": checkpoint.optimizer, "param_groups": groups})
+        self.generator.set_state(checkpoint.random["generator"])
+        torch.set_rng_state(checkpoint.random["torch"])
+        self.num_steps = checkpoint.step
+
+
+def bugfix_trainer(
+    model: Policy,
+    tasks: Sequence[NamedTask],
+    tok: TextTokenizer,
+    cfg: RLConfig,
+    curriculum: Curriculum | None = None,
+) -> Trainer:
+    """A trainer in the BugFix environment; without a curriculum, every step draws from all `tasks`."""
+
+    def sample(
+        policy: Policy, pool: Sequence[Any], generator: torch.Generator
+    ) -> tuple[list[Trajectory], list[Trajectory]]:
+        return sample_step(policy, lambda: make_env(cfg), pool, tok, cfg, generator)
+
+    return Trainer(model, cfg, curriculum or AllTasks(tasks), sample, pad_id=tok.pad_id)
+
+
+def train_rl(
+    model: Policy,
+    tasks: Sequence[NamedTask],
+    tok: TextTokenizer,
+    cfg: RLConfig,
+    steps: int,
+    *,
+    curriculum: Curriculum | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Train the model in place for `steps` steps; returns one record a step (see `Trainer.step`).
+
+    Each step samples cfg.group_size episodes of cfg.prompts_per_step tasks and updates the policy from the
+    groups whose rewards differ (GRPO, arXiv 2402.03300). The same seed gives the same records, seconds aside,
+    and the same weights, bit for bit. `curriculum` decides which tasks a step may draw from (default: all of
+    `tasks`); `on_step` sees each record as it comes.
+    """
+    trainer = bugfix_trainer(model, tasks, tok, cfg, curriculum)
+    history: list[dict[str, Any]] = []
+    for _ in range(steps):
+        history.append(trainer.step())
+        if on_step is not None:
+            on_step(history[-1])
+    return history

@@ -1,0 +1,232 @@
+"""A run and its directory: start, stop, continue and finish, with the same result however often it stops."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.models.policy import Policy
+from agentrl.models.tiny import TinyAgent, TinyConfig
+from agentrl.train.checkpoint import (
+    Checkpoint,
+    checkpoints_by_step,
+    deserialize,
+    load_checkpoint,
+    save_checkpoint,
+    serialize,
+    write_atomically,
+)
+from agentrl.train.config import RunConfig, config_hash, config_to_toml, load_config
+from agentrl.train.loop import Trainer
+from agentrl.train.metrics import MetricsLog
+
+# Held-out evaluation: a dictionary with at least `pass_rate`, of plain JSON values.
+Evaluation = Callable[[Policy], dict[str, Any]]
+
+
+class RunDirectory:
+    """The files of a run.
+
+    config.toml | metrics.jsonl: a record a step | checkpoints/ | and at the end model.safetensors;
+    summary.json holds the evaluation `before` from the start, and everything else at the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_path = path / "config.toml"
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self.checkpoints = path / "checkpoints"
+        self.model_path = path / "model.safetensors"
+        self.summary_path = path / "summary.json"
+
+    def check_free(self) -> None:
+        """Raises ValueError where the directory holds anything already; creates nothing."""
+        if self.config_path.exists():
+            raise ValueError(f"{self.path} already holds a run; continue it with --resume {self.path}")
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.glob("[!.]*"))):
+            raise ValueError(f"{self.path} exists and is not an empty directory; choose another --run-dir")
+
+    def create(self, config: RunConfig) -> None:
+        """Start the directory with its configuration. Raises ValueError where it is not free."""
+        self.check_free()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write_config(config)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write config.toml anew, if it says something else."""
+        text = config_to_toml(config)
+        if not self.config_path.exists() or self.config_path.read_text(encoding="utf-8") != text:
+            write_atomically(self.config_path, text.encode())
+
+    def load_config(self) -> RunConfig:
+        """The run's configuration. Raises ValueError where the directory is not one of a run."""
+        if not self.config_path.is_file():
+            raise ValueError(
+                f"{self.path} is not the directory of a run: it holds no config.toml "
+                "(a run that was stopped in its first moment leaves none; start it again)"
+            )
+        return load_config(self.config_path)
+
+    def load_summary(self) -> dict[str, Any]:
+        """The summary so far; empty before the first evaluation. Raises ValueError where it is damaged."""
+        if not self.summary_path.exists():
+            return {}
+        try:
+            summary = json.loads(self.summary_path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{self.summary_path} is damaged: {error}") from error
+        if not isinstance(summary, dict) or "before" not in summary:
+            raise ValueError(f"{self.summary_path} is damaged: it holds no evaluation `before`")
+        return summary
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json."""
+        write_atomically(self.summary_path, (json.dumps(summary, indent=2) + "\n").encode())
+
+    def load_latest(self, config: RunConfig) -> Checkpoint | None:
+        """The newest checkpoint, verified together with the files that must fit it; None before the first.
+
+        Raises ValueError, naming what is wrong, for a damaged or foreign directory. Changes nothing.
+        """
+        by_step = checkpoints_by_step(self.checkpoints)
+        records, summary = self.metrics.read(), self.load_summary()
+        if not by_step:
+            if records:
+                raise ValueError(
+                    f"{self.path} is damaged: metrics.jsonl holds {len(records)} steps, checkpoints/ nothing"
+                )
+            return None
+        path = by_step[max(by_step)]
+        checkpoint = load_checkpoint(path)
+        if checkpoint.config_hash != config_hash(config.rl):
+            raise ValueError(
+                f"{path} was made with other settings of [rl] than config.toml and flags give now; "
+                "they cannot change within a run, so start a new one"
+            )
+        if [record["step"] for record in records][: checkpoint.step] != list(range(1, checkpoint.step + 1)):
+            raise ValueError(f"{self.metrics.path} is damaged: it does not hold steps 1 to {checkpoint.step}")
+        if not summary:
+            raise ValueError(
+                f"{self.path} is damaged: summary.json, written before any checkpoint, is missing"
+            )
+        return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the caller of `train_run` sees and decides while it runs."""
+
+    on_phase: Callable[[str], None] = lambda phase: None  # 'evaluating', 'training'
+    on_step: Callable[[dict[str, Any]], None] = lambda record: None  # each step's record, as in metrics.jsonl
+    should_stop: Callable[[], bool] = lambda: False  # asked after each step
+    clock: Callable[[], float] = time.perf_counter  # seconds
+
+
+def train_run(
+    run: RunDirectory, config: RunConfig, trainer: Trainer, evaluation: Evaluation, hooks: Hooks
+) -> dict[str, Any] | None:
+    """Carry a run from wherever its directory is to its end; returns its summary, or None if asked to stop.
+
+    The directory must exist (`RunDirectory.create`), the trainer be new, with the model that the run starts
+    from. Stopped at any moment, in any way, and called again, it ends with the same weights and records as
+    one that was never stopped: what a step depends on is in the checkpoint, records after it are dropped.
+    Raises ValueError, before anything changes, for a directory that is damaged or does not fit `config`.
+    """
+    checkpoint, summary = run.load_latest(config), run.load_summary()
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+        if "after" in summary and checkpoint.step >= config.steps:
+            return summary
+        run.metrics.truncate(checkpoint.step)
+    run.write_config(config)
+
+    def evaluate() -> tuple[dict[str, Any], float]:
+        hooks.on_phase("evaluating")
+        start = hooks.clock()
+        return evaluation(trainer.model), hooks.clock() - start
+
+    def save() -> None:
+        save_checkpoint(run.checkpoints, trainer.checkpoint(), config.keep_checkpoints)
+
+    if checkpoint is None:
+        before, seconds = evaluate()
+        run.write_summary({"before": before, "seconds_before": seconds})
+        save()
+    hooks.on_phase("training")
+    while trainer.num_steps < config.steps:
+        if hooks.should_stop():
+            save()
+            return None
+        record = trainer.step()
+        run.metrics.append(record)
+        hooks.on_step(record)
+        if trainer.num_steps % config.checkpoint_every == 0 or trainer.num_steps == config.steps:
+            save()
+    write_atomically(run.model_path, model_bytes(trainer.model, trainer.checkpoint().model_config))
+    after, seconds = evaluate()
+    summary = summarize(run, {**run.load_summary(), "after": after, "seconds_after": seconds})
+    run.write_summary(summary)
+    return summary
+
+
+def summarize(run: RunDirectory, evaluations: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a finished run: both evaluations, what it took, and the seconds of each phase."""
+    records = run.metrics.read()
+
+    def total(name: str) -> float:
+        return sum(record[name] for record in records)
+
+    before, after = evaluations["before"], evaluations["after"]
+    return {
+        "steps": len(records),
+        "episodes": total("episodes"),
+        "tokens": total("tokens"),
+        "updates": total("updated"),
+        "pass_rate_before": before["pass_rate"],
+        "pass_rate_after": after["pass_rate"],
+        "seconds_sampling": total("seconds_sampling"),
+        "seconds_training": total("seconds_training"),
+        "seconds_evaluating": evaluations["seconds_before"] + evaluations["seconds_after"],
+        **evaluations,
+    }
+
+
+def model_bytes(model: Policy, model_config: dict[str, Any]) -> bytes:
+    """A model's weights and what builds it anew, as a safetensors file."""
+    return serialize(model.module.state_dict(), {"model_config": model_config})
+
+
+def load_policy(run: RunDirectory, step: int | None = None) -> tuple[TinyAgent, int | None]:
+    """(policy, step) of a run: its final model, else its newest checkpoint, else that of `step`.
+
+    The step is None for the final model. Raises ValueError where there is no such model or it is damaged.
+    """
+    if step is None and run.model_path.exists():
+        try:
+            tensors, meta = deserialize(run.model_path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{run.model_path} is damaged: {error}") from error
+        return _build(tensors, meta["model_config"], run.model_path), None
+    run.load_config()
+    by_step = checkpoints_by_step(run.checkpoints)
+    if not by_step:
+        raise ValueError(f"{run.path} holds no model yet: its run was stopped before the first checkpoint")
+    if step is None:
+        step = max(by_step)
+    if step not in by_step:
+        raise ValueError(f"{run.path} holds no checkpoint of step {step}; it has {sorted(by_step)}")
+    checkpoint = load_checkpoint(by_step[step])
+    return _build(checkpoint.model, checkpoint.model_config, by_step[step]), step
+
+
+def _build(tensors: dict[str, torch.Tensor], model_config: dict[str, Any], path: Path) -> TinyAgent:
+    try:
+        model = TinyAgent(TinyConfig(**model_config))
+        model.load_state_dict(tensors)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{path} does not hold a TinyAgent: {error}") from error
+    return model

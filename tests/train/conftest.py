@@ -1,0 +1,73 @@
+"""A policy, an environment and a sampler small enough to know by heart."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from agentrl import Trajectory
+from agentrl.models.policy import Head
+
+
+class Bigram(nn.Module):
+    """A policy whose next token depends on the last one only: logits = embedding[token] @ weight.T."""
+
+    def __init__(
+        self, vocab_size: int = 7, width: int = 5, seed: int = 0, dtype: torch.dtype = torch.float32
+    ):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embedding = nn.Parameter(torch.randn(vocab_size, width, generator=generator, dtype=dtype))
+        self.weight = nn.Parameter(torch.randn(vocab_size, width, generator=generator, dtype=dtype))
+
+    @property
+    def module(self) -> nn.Module:
+        return self
+
+    def hidden_states(self, ids: Tensor, position_ids: Tensor, visible_until: Tensor) -> Tensor:
+        return self.embedding[ids]
+
+    def head(self) -> Head:
+        return Head(self.weight)
+
+    def new_cache(self, num_slots: int, max_tokens: int) -> Any:
+        raise NotImplementedError
+
+    def extend(self, ids: Tensor, num_new: Tensor, slots: Tensor, cache: Any) -> Tensor:
+        raise NotImplementedError
+
+
+def play(model: Bigram, task: str, generator: torch.Generator, temperature: float = 1.0) -> Trajectory:
+    """Sample 1 to 6 tokens after a prompt of one or two; the reward is 1 if the first is odd."""
+    prompt = [1, 2][: 1 + len(task) % 2]
+    ids, logps = list(prompt), [0.0] * (len(prompt) - 1)
+    with torch.no_grad():
+        for _ in range(int(torch.randint(1, 7, (), generator=generator))):
+            logits = model.embedding[ids[-1]] @ model.weight.T / temperature
+            logp = torch.log_softmax(logits, -1)
+            token = int(torch.multinomial(logp.exp(), 1, generator=generator))
+            ids.append(token)
+            logps.append(float(logp[token]))
+    mask = torch.tensor([0.0] * (len(prompt) - 1) + [1.0] * (len(ids) - len(prompt)))
+    reward = float(ids[len(prompt)] % 2)
+    return Trajectory(torch.tensor(ids), mask, torch.tensor(logps), reward, {"task": task})
+
+
+@pytest.fixture
+def bigram() -> type[Bigram]:
+    return Bigram
+
+
+@pytest.fixture
+def make_trajs() -> Any:
+    def make(model: Bigram, count: int, seed: int = 0, temperature: float = 1.0) -> list[Trajectory]:
+        generator = torch.Generator().manual_seed(seed)
+        return [play(model, "ab" if i % 2 else "c", generator, temperature) for i in range(count)]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _fixed_global_seed() -> None:
+    torch.manual_seed(0)

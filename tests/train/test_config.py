@@ -1,0 +1,98 @@
+"""Configuration: validation, TOML, unknown keys."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl import RLConfig, RunConfig
+from agentrl.train.config import config_hash, config_to_toml, known_keys, load_config
+
+SOME = st.builds(
+    RunConfig,
+    rl=st.builds(
+        RLConfig,
+        seed=st.integers(0, 2**63 - 1),
+        lr=st.floats(1e-9, 10),
+        betas=st.tuples(st.floats(0, 0.9999), st.floats(0, 0.9999)),
+        norm_const=st.none() | st.floats(0.5, 1e6),
+        advantage=st.sampled_from(["group_std", "group_mean"]),
+        max_grad_norm=st.just(math.inf) | st.floats(0.1, 9),
+    ),
+    steps=st.integers(0, 10**6),
+    device=st.sampled_from(["cpu", "cuda:1", 'a "b" \\ ü']),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SOME)
+def test_toml_round_trip(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> None:
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    path.write_text(config_to_toml(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_what_a_file_leaves_out_keeps_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("steps = 3\n[rl]\nlr = 1\nbetas = [0.5, 0.75]\n")
+    assert load_config(path) == RunConfig(steps=3, rl=RLConfig(lr=1.0, betas=(0.5, 0.75)))
+    path.write_text("")
+    assert load_config(path) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step = 3", "unknown key 'step'; did you mean steps?"),
+        ("lr = 0.1", "unknown key 'lr'; did you mean rl.lr?"),
+        ("[rl]\ngroup-sise = 4", "unknown key 'rl.group-sise'; did you mean rl.group_size?"),
+        ("[model]\nzzzzzzzz = 4", "unknown key 'model'; settings are rl.seed, rl.lr,"),
+        ("steps = 3.5", "Expected `int`"),
+        ("steps = true", "Expected `int`"),
+        ("[rl]\nlr = 'fast'", "Expected `float`"),
+        ("[rl]\nlr = -1.0", "lr must be positive and finite, got -1.0"),
+        ("[rl]\nadvantage = 'std'", "Invalid enum value 'std'"),
+        ("[rl]\nloss_mode = 'mean'", "unknown loss mode 'mean'"),
+        ("rl = 3", "Expected `object`"),
+        ("steps = [", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_config(path)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": -1}, {"lr": 0.0}, {"lr": math.nan}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)},
+        {"group_size": 0}, {"prompts_per_step": 0}, {"temperature": 0.0}, {"max_tokens": 1}, {"max_turns": 0},
+        {"loss_mode": "x"}, {"loss_mode": "constant"}, {"advantage": "x"}, {"clip_low": 1.5},
+        {"clip_high": -0.1}, {"kl_coef": -1.0}, {"kl_coef": math.nan}, {"num_epochs": 0},
+        {"num_minibatches": 0}, {"max_grad_norm": 0.0},
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name.replace("_", "[_ ]")):
+        RLConfig(**wrong)
+
+
+@pytest.mark.parametrize("name", ["eval_samples", "checkpoint_every", "keep_checkpoints", "threads"])
+def test_counts_of_a_run_are_at_least_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        RunConfig(**{name: 0})
+    assert RunConfig(steps=0).steps == 0
+
+
+def test_known_keys_and_hash() -> None:
+    assert {"rl.lr", "steps", "device"} <= set(known_keys())
+    assert config_hash(RLConfig()) == config_hash(RLConfig())
+    assert config_hash(RLConfig()) != config_hash(RLConfig(clip_high=0.3))

@@ -1,0 +1,396 @@
+"""A run that is stopped, killed, damaged or continued."""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.models.tiny import TinyAgent, TinyConfig
+from agentrl.rollout.episode import has_signal, sample_groups, sample_step
+from agentrl.train.checkpoint import checkpoints_by_step, load_checkpoint, save_checkpoint
+from agentrl.train.config import RLConfig, RunConfig
+from agentrl.train.loop import Trainer
+from agentrl.train.run import Hooks, RunDirectory, load_policy, train_run
+
+CONFIG = RunConfig(
+    rl=RLConfig(group_size=4, prompts_per_step=2, max_tokens=12, lr=0.01, kl_coef=0.01),
+    steps=9,
+    checkpoint_every=2,
+)
+
+
+class Letters:
+    """A tokenizer of single letters; the last id ends an action, the first pads."""
+
+    pad_id, end_id = 0, 9
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") + 1 for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + i - 1) for i in ids if 0 < i < 9)
+
+    def __len__(self) -> int:
+        return 10
+
+
+@dataclass(frozen=True)
+class Word:
+    name: str
+
+
+class FewBs:
+    """Two actions an episode; the reward is 1 where neither has a b."""
+
+    def reset(self, task: Word) -> str:
+        self.said = ""
+        self.turns = 0
+        return task.name
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self.said += action
+        self.turns += 1
+        return "c", float("b" not in self.said), self.turns == 2
+
+
+class Rotation:
+    """A curriculum with state: it leaves out another task every step, and counts rewards."""
+
+    def __init__(self, tasks: Sequence[Word]) -> None:
+        self.tasks, self.seen = tasks, {"rewards": 0.0, "left_out": 0}
+
+    def pool(self, step: int) -> Sequence[Word]:
+        return [task for i, task in enumerate(self.tasks) if i != self.seen["left_out"]]
+
+    def observe(self, sampled: Sequence[Any], step: int) -> None:
+        rewards = self.seen["rewards"] + sum(t.reward for t in sampled)
+        self.seen = {"rewards": rewards, "left_out": int(rewards) % len(self.tasks)}
+
+    def metrics(self) -> dict[str, float]:
+        return {"left_out": self.seen["left_out"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+TASKS = [Word(name) for name in ("a", "ab", "abc", "d")]
+
+
+def new_trainer(cfg: RLConfig = CONFIG.rl) -> Trainer:
+    tok = Letters()
+    model = TinyAgent(TinyConfig(vocab_size=10, width=8, num_layers=1, num_heads=2, max_positions=16))
+
+    def sample(policy: Any, pool: Sequence[Any], generator: torch.Generator) -> Any:
+        return sample_step(policy, FewBs, pool, tok, cfg, generator)
+
+    return Trainer(model, cfg, Rotation(TASKS), sample, pad_id=0)
+
+
+def evaluation(policy: Any) -> dict[str, Any]:
+    cfg = replace(CONFIG.rl, group_size=8)
+    trajs = sample_groups(policy, FewBs, TASKS, Letters(), cfg, torch.Generator().manual_seed(1))
+    return {"pass_rate": sum(t.reward for t in trajs) / len(trajs)}
+
+
+def carry(path: Path, config: RunConfig = CONFIG, **hooks: Any) -> dict[str, Any] | None:
+    """Start or continue the run at `path`, as the command does."""
+    run = RunDirectory(path)
+    if not run.config_path.exists():
+        run.create(config)
+    return train_run(run, config, new_trainer(config.rl), evaluation, Hooks(**hooks))
+
+
+def without_seconds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records]
+
+
+def result(path: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, Any]]:
+    run = RunDirectory(path)
+    summary = {k: v for k, v in run.load_summary().items() if not k.startswith("seconds")}
+    return without_seconds(run.metrics.read()), load_policy(run)[0].state_dict(), summary
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    (records, weights, summary), (records2, weights2, summary2) = result(one), result(other)
+    assert records == records2
+    assert summary == summary2
+    assert all(torch.equal(weights[name], weights2[name]) for name in weights)
+    last = [list(checkpoints_by_step(RunDirectory(p).checkpoints).items())[-1] for p in (one, other)]
+    assert last[0][0] == last[1][0] == CONFIG.steps
+
+
+def snapshot(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "run"
+    assert carry(path) is not None
+    return path
+
+
+def test_a_run_learns_and_leaves_its_files(whole: Path) -> None:
+    records, weights, summary = result(whole)
+    assert [record["step"] for record in records] == list(range(1, 10))
+    assert any(record["updated"] for record in records)
+    assert not torch.equal(
+        weights["token_embedding.weight"], new_trainer().model.module.state_dict()["token_embedding.weight"]
+    )
+    assert summary["steps"] == 9
+    assert summary["episodes"] == 9 * 8
+    assert summary["pass_rate_before"] == summary["before"]["pass_rate"]
+    names = {p.name for p in whole.iterdir()}
+    assert names == {"config.toml", "metrics.jsonl", "checkpoints", "model.safetensors", "summary.json"}
+    assert list(checkpoints_by_step(whole / "checkpoints")) == [8, 9]
+
+
+def test_the_toy_is_learnt(tmp_path: Path) -> None:
+    """From 5 of 32 episodes to all; with the loss's sign turned it ends at none."""
+    rl = replace(CONFIG.rl, group_size=8, prompts_per_step=3, kl_coef=0.0, lr=0.02)
+    summary = carry(tmp_path / "run", replace(CONFIG, rl=rl, steps=30, checkpoint_every=30))
+    assert summary is not None
+    assert summary["pass_rate_before"] < 0.3
+    assert summary["pass_rate_after"] > 0.9
+
+
+def test_same_seed_same_bits_and_another_seed_others(whole: Path, tmp_path: Path) -> None:
+    carry(tmp_path / "again")
+    assert_same_run(whole, tmp_path / "again")
+    carry(tmp_path / "other", replace(CONFIG, rl=replace(CONFIG.rl, seed=1)))
+    assert result(tmp_path / "other")[0] != result(whole)[0]
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 4, 8])
+def test_a_stopped_run_continues_to_the_same_bits(whole: Path, tmp_path: Path, stop_after: int) -> None:
+    seen: list[Any] = []
+    assert carry(tmp_path / "run", on_step=seen.append, should_stop=lambda: len(seen) == stop_after) is None
+    torch.manual_seed(99)  # what happens in between does not matter
+    assert carry(tmp_path / "run") is not None
+    assert_same_run(whole, tmp_path / "run")
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 9])
+def test_a_crash_after_a_record_and_before_its_checkpoint(whole: Path, tmp_path: Path, step: int) -> None:
+    def crash(record: dict[str, Any]) -> None:
+        if record["step"] == step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        carry(tmp_path / "run", on_step=crash)
+    run = RunDirectory(tmp_path / "run")
+    with run.metrics.path.open("a") as file:
+        file.write('{"step": 99, "pass_r')  # a line that the crash cut off
+    (run.checkpoints / ".step-000004-0123456789abcdef.safetensors.aside").write_bytes(b"half a checkpo")
+    assert carry(tmp_path / "run") is not None
+    assert_same_run(whole, tmp_path / "run")
+    assert not list(run.path.rglob("*.aside"))
+
+
+def fork(function: Callable[[], Any]) -> int:
+    """Call the function in a child process, which starts at once as it imports nothing; returns its id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12: the parent has threads
+        child = os.fork()
+    if child == 0:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def test_killed_at_random_moments(whole: Path, tmp_path: Path) -> None:
+    """SIGKILL, again and again, at moments spread over all that a run does, until one gets through."""
+    path = tmp_path / "run"
+    start = time.perf_counter()
+    assert os.waitpid(fork(lambda: carry(tmp_path / "unhurt")), 0)[1] == 0
+    seconds, moments, num_kills = time.perf_counter() - start, random.Random(0), 0
+    for _ in range(12):
+        child = fork(lambda: carry(path))
+        time.sleep(moments.random() * 0.5 * seconds)
+        os.kill(child, signal.SIGKILL)
+        num_kills += os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert num_kills > 0
+    assert os.waitpid(fork(lambda: carry(path)), 0)[1] == 0
+    assert_same_run(whole, path)
+
+
+FORGOTTEN = {
+    "moments": lambda c: replace(c, optimizer={}),
+    "generator": lambda c: replace(c, random={**c.random, "generator": torch.Generator().get_state()}),
+    "curriculum": lambda c: replace(c, curriculum={"rewards": 0.0, "left_out": 0}),
+    "weights": lambda c: replace(c, model=new_trainer().checkpoint().model),
+}
+
+
+@pytest.mark.parametrize("part", FORGOTTEN)
+def test_a_checkpoint_that_forgot_something_would_be_noticed(whole: Path, tmp_path: Path, part: str) -> None:
+    seen: list[Any] = []
+    carry(tmp_path / "run", on_step=seen.append, should_stop=lambda: len(seen) == 6)
+    folder = tmp_path / "run" / "checkpoints"
+    saved = newest(tmp_path / "run")
+    checkpoint = FORGOTTEN[part](load_checkpoint(saved))
+    saved.unlink()
+    save_checkpoint(folder, checkpoint, keep=2)
+    carry(tmp_path / "run")
+    with pytest.raises(AssertionError):
+        assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_finished_run_is_left_alone(whole: Path) -> None:
+    before = snapshot(whole)
+    summary = carry(whole)
+    assert summary == RunDirectory(whole).load_summary()
+    assert snapshot(whole) == before
+
+
+def test_more_steps_continue_a_finished_run(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "longer")
+    longer = replace(CONFIG, steps=11)
+    assert carry(tmp_path / "longer", longer) is not None
+    carry(tmp_path / "at_once", longer)
+    assert result(tmp_path / "longer")[0] == result(tmp_path / "at_once")[0]
+    assert RunDirectory(tmp_path / "longer").load_config() == longer
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit of the checkpoint": (lambda d: flip_a_bit(newest(d)), "is damaged: its content"),
+    "a cut checkpoint": (lambda d: os.truncate(newest(d), 100), "is damaged: its content"),
+    "an empty checkpoint": (lambda d: os.truncate(newest(d), 0), "is damaged: its content"),
+    "no checkpoints": (lambda d: shutil.rmtree(d / "checkpoints"), "checkpoints/ nothing"),
+    "no config": (lambda d: (d / "config.toml").unlink(), "holds no config.toml"),
+    "config that is not TOML": (lambda d: (d / "config.toml").write_text("steps = ["), "is not TOML"),
+    "another config": (
+        lambda d: (d / "config.toml").write_text("[rl]\nlr = 1.0\n"),
+        r"other settings of \[rl\]",
+    ),
+    "metrics with a hole": (lambda d: cut_lines(d, 2, 3), "does not hold steps 1 to 9"),
+    "metrics too short": (lambda d: cut_lines(d, 5, 99), "does not hold steps 1 to 9"),
+    "metrics that are not JSON": (lambda d: (d / "metrics.jsonl").write_text("no\n"), "line 1 is not a JSON"),
+    "a summary that is not JSON": (
+        lambda d: (d / "summary.json").write_text("{"),
+        r"summary\.json is damaged",
+    ),
+    "no summary": (lambda d: (d / "summary.json").unlink(), r"summary\.json, written before any"),
+    "an empty directory": (lambda d: [shutil.rmtree(d), d.mkdir()], "not the directory of a run"),
+    "a foreign directory": (
+        lambda d: [shutil.rmtree(d), d.mkdir(), (d / "notes.txt").write_text("mine")],
+        "not the directory of a run",
+    ),
+    "no directory": (lambda d: shutil.rmtree(d), "not the directory of a run"),
+}
+
+
+def newest(path: Path) -> Path:
+    return list(checkpoints_by_step(path / "checkpoints").values())[-1]
+
+
+def cut_lines(path: Path, start: int, end: int) -> None:
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (path / "metrics.jsonl").write_text("".join(lines[:start] + lines[end:]))
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named_and_nothing_is_touched(whole: Path, tmp_path: Path, case: str) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    spoil, message = DAMAGE[case]
+    spoil(path)
+    before = snapshot(path)
+    run = RunDirectory(path)
+    with pytest.raises(ValueError, match=message):
+        train_run(run, run.load_config(), new_trainer(), evaluation, Hooks())
+    assert snapshot(path) == before
+
+
+def test_moving_a_damaged_checkpoint_away_goes_on_from_the_one_before(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    newest(tmp_path / "run").unlink()
+    assert carry(tmp_path / "run") is not None
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_new_run_does_not_write_where_something_is(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="already holds a run; continue it with --resume"):
+        RunDirectory(whole).create(CONFIG)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not an empty directory"):
+        RunDirectory(tmp_path).create(CONFIG)
+    with pytest.raises(ValueError, match="not an empty directory"):
+        RunDirectory(tmp_path / "notes.txt").create(CONFIG)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_restore_refuses_another_model_or_other_settings() -> None:
+    trainer = new_trainer()
+    checkpoint = trainer.checkpoint()
+    with pytest.raises(ValueError, match="other settings of learning"):
+        new_trainer(replace(CONFIG.rl, lr=0.5)).restore(checkpoint)
+    renamed = {f"x.{name}": value for name, value in checkpoint.model.items()}
+    with pytest.raises(ValueError, match="holds another model"):
+        trainer.restore(replace(checkpoint, model=renamed))
+
+
+def test_a_step_without_signal_makes_no_update_and_says_so() -> None:
+    trainer = new_trainer()
+    trainer._sample = lambda policy, pool, generator: (
+        [],
+        sample_groups(policy, FewBs, pool, Letters(), CONFIG.rl, generator),
+    )
+    before = {name: value.clone() for name, value in trainer.model.module.state_dict().items()}
+    record = trainer.step()
+    assert record["updated"] is False
+    assert record["zero_adv_frac"] == 1
+    assert record["loss"] is None
+    assert record["action_tokens"] == 0
+    assert all(torch.equal(before[name], value) for name, value in trainer.model.module.state_dict().items())
+
+
+def test_a_record_holds_the_statistics_of_the_step() -> None:
+    trainer = new_trainer()
+    ticks = iter(range(0, 100, 3))
+    trainer._clock = lambda: next(ticks)
+    record = next(record for record in iter(trainer.step, None) if 0 < record["zero_adv_frac"] < 1)
+    assert record["seconds_sampling"] == record["seconds_training"] == 3
+    assert record["episodes"] == 8
+    assert record["tokens"] >= 8 * 2
+    assert record["zero_adv_frac"] == 0.5
+    assert 0 < record["entropy"] <= math.log(10)
+    assert record["ratio_mean"] == pytest.approx(1, abs=0.1)
+    assert {"loss", "ratio_max", "clip_frac", "grad_norm", "kl", "action_tokens", "left_out"} <= record.keys()
+    json.dumps(record, allow_nan=False)
+
+
+def test_toy_groups_have_signal() -> None:
+    """The runs above would prove little if they never updated."""
+    trajs = sample_groups(new_trainer().model, FewBs, TASKS * 10, Letters(), CONFIG.rl, torch.Generator())
+    groups = [trajs[i : i + 4] for i in range(0, len(trajs), 4)]
+    assert sum(map(has_signal, groups)) / len(groups) > 0.3
