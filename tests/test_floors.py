@@ -21,8 +21,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "report": (0, ("figures", "html")),
     "data": (
         1,
-        ("trajectory", "storage", "importers", "collate", "advantages", "weights", "lengths", "bins",
-         "prefix_tree", "packing", "microbatch"),
+        ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
+         "collate", "advantages", "weights", "lengths", "bins", "prefix_tree", "packing", "microbatch"),
     ),
     "ops": (
         2,
@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         5,
         ("config", "distributed", "checkpoint", "metrics", "step", "evaluate", "loop", "base", "run"),
     ),
-    "diagnose": (6, ("verify", "analyze")),
+    "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),
 }  # fmt: skip
 TORCH_FREE = ("gym", "curriculum", "plan", "report")

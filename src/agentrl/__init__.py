@@ -13,6 +13,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "gym.env": ("make_env",),
     "gym.tokenizer": ("build_tokenizer",),
     "data.trajectory": ("Trajectory",),
+    "data.storage": ("load_trajectories", "save_trajectories"),
+    "data.importers": ("import_trajectories",),
     "data.prefix_tree": ("prefix_forest", "split_tree"),
     "data.packing": ("pack_lengths", "pack_sequences", "unpack"),
     "data.microbatch": ("token_budget_batches",),
@@ -33,6 +35,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "train.evaluate": ("behavior_stats", "evaluate"),
     "train.loop": ("train_rl",),
     "train.base": ("make_rl_base",),
+    "diagnose.analyze": ("AnalyzeOptions", "analyze"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
