@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gym": (0, ("tasks", "sandbox", "env", "tokenizer")),
-    "curriculum": (0, ("pass_rate", "sampler")),
+    "curriculum": (0, ("pass_rate", "rules", "table", "sampler")),
     "plan": (0, ("gpus", "models", "roofline", "memory", "hours")),
     "report": (0, ("figures", "html")),
     "data": (

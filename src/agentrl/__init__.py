@@ -9,6 +9,7 @@ from typing import Any
 
 # module -> public names, in the order in which the data flows
 _PUBLIC: dict[str, tuple[str, ...]] = {
+    "curriculum.sampler": ("TaskSampler", "filter_by_pass_rate"),
     "data.trajectory": ("Trajectory",),
     "ops.log_probs": ("selected_log_probs",),
     "models.scoring": ("sequence_log_probs",),
