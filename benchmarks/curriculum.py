@@ -4,7 +4,7 @@ Two worlds. In the first, every task's logit drifts by +.007 a step with noise o
 selected: it measures how well a rule finds the tasks that carry a gradient. In the second there is the noise,
 but only a selected task improves, by gain * 4 q(1-q) for an observed pass rate q: it measures what the choice
 is worth, and decides between rules that are close in the first. Tasks start with 35% near 0 (logit -4.75,
-sd .75), 25% near 1 (+4.75, sd .75), the rest between (0, sd 1.9). Every rule meets the same drift and luck.
+sd .75), 25% near 1 (+4.75, sd .75), the rest between (0, sd 1.75). Every rule meets the same drift and luck.
 
     python benchmarks/curriculum.py                          # both worlds, 12 seeds, 300 steps
     python benchmarks/curriculum.py --seeds 2 --steps 50     # a quick look
@@ -26,7 +26,7 @@ from agentrl.curriculum.pass_rate import DiscountedVariance, LastGroup, WindowMe
 
 GROUP_SIZE = 8
 MAX_GROUP_SIZE = 32
-SIZES = ((20, 8), (200, 8), (200, 64), (2000, 8), (2000, 64))
+MIDDLE_SD = 1.75  # of the 40% of logits that start around 0
 Make = Callable[[int, int], arl.TaskSampler]  # (K, seed) -> sampler
 
 
@@ -37,6 +37,8 @@ class Config:
     seeds: int = 12
     steps: int = 300
     gains: tuple[float, ...] = (0.2,)  # of the second world, one table each
+    sizes: tuple[str, ...] = ("20x8", "200x8", "200x64", "2000x8", "2000x64")  # tasks x groups a step
+    middle_sd: float = MIDDLE_SD
     json: Path | None = None  # also write every number here
 
 
@@ -93,11 +95,19 @@ CLOSE = (
 )
 
 
-def simulate(name: str, num_tasks: int, n: int, seed: int, steps: int, gain: float | None) -> Outcome:
+def simulate(
+    name: str,
+    num_tasks: int,
+    n: int,
+    seed: int,
+    steps: int,
+    gain: float | None,
+    middle_sd: float = MIDDLE_SD,
+) -> Outcome:
     start, drift, luck, more_luck = (np.random.default_rng((seed, stream)) for stream in range(4))
     near_zero, near_one = round(0.35 * num_tasks), round(0.25 * num_tasks)
     center = np.repeat([-4.75, 4.75, 0.0], [near_zero, near_one, num_tasks - near_zero - near_one])
-    spread = np.where(center == 0, 1.9, 0.75)
+    spread = np.where(center == 0, middle_sd, 0.75)
     logit = start.permutation(center + spread * start.standard_normal(num_tasks))
     sampler = RULES[name](num_tasks, seed)
     wasted = signal = rollouts = 0.0
@@ -143,10 +153,11 @@ Results = dict[tuple[str, int, int], list[Outcome]]  # (rule, K, n) -> one outco
 
 
 def table(title: str, results: Results, show: Callable[[list[Outcome]], str]) -> None:
-    print(f"\n{title}\n\n| rule | {' | '.join(f'{k}x{n}' for k, n in SIZES)} |\n|---{'|---' * len(SIZES)}|")
+    sizes = list(dict.fromkeys((k, n) for _, k, n in results))
+    print(f"\n{title}\n\n| rule | {' | '.join(f'{k}x{n}' for k, n in sizes)} |\n|---{'|---' * len(sizes)}|")
     for name in dict.fromkeys(name for name, _, _ in results):
         shown = name.strip() if name[0] != " " else f"- {name.strip()}"
-        print(f"| {shown} | {' | '.join(show(results[name, k, n]) for k, n in SIZES)} |")
+        print(f"| {shown} | {' | '.join(show(results[name, k, n]) for k, n in sizes)} |")
 
 
 def mean(outcomes: list[Outcome], field: str) -> float:
@@ -156,7 +167,7 @@ def mean(outcomes: list[Outcome], field: str) -> float:
 def compare(results: Results, field: str) -> None:
     """The default minus the textbook's rule, seed by seed: mean and standard error, in points."""
     cells: list[str] = []
-    for k, n in SIZES:
+    for k, n in dict.fromkeys((k, n) for _, k, n in results):
         pair = (results["top (default)", k, n], results["band, last group (textbook)", k, n])
         ours, theirs = (np.array([getattr(outcome, field) for outcome in outcomes]) for outcomes in pair)
         difference = 100 * (ours - theirs)
@@ -167,12 +178,16 @@ def compare(results: Results, field: str) -> None:
 
 def main(config: Config) -> None:
     begin = time.perf_counter()
+    sizes = [(int(k), int(n)) for k, n in (size.split("x") for size in config.sizes)]
     worlds: dict[str, Results] = {}
     for gain in (None, *config.gains):
         results: Results = {
-            (name, k, n): [simulate(name, k, n, seed, config.steps, gain) for seed in range(config.seeds)]
+            (name, k, n): [
+                simulate(name, k, n, seed, config.steps, gain, config.middle_sd)
+                for seed in range(config.seeds)
+            ]
             for name in (RULES if gain is None else CLOSE)
-            for k, n in SIZES
+            for k, n in sizes
         }
         worlds["drift" if gain is None else f"gain {gain}"] = results
         if gain is None:

@@ -393,25 +393,30 @@ def test_group_sizes_follow_the_expected_spread() -> None:
     ("make", "message"),
     [
         (lambda: TaskSampler([]), "keys is empty"),
+        (lambda: TaskSampler("abs"), "single string 'abs'"),
         (lambda: TaskSampler(["a", "b", "a"]), "duplicate task key 'a'"),
         (lambda: TaskSampler([1.5]), "has .key or .name"),
-        (lambda: TaskSampler("ab", select="best"), "no selection rule 'best'"),  # type: ignore[arg-type]
-        (lambda: TaskSampler("ab", low=1, high=0), "low < high"),
-        (lambda: TaskSampler("ab", revisit=-0.1), "revisit"),
-        (lambda: TaskSampler("ab", revisit=1.5), "revisit"),
-        (lambda: TaskSampler("ab", revisit=float("nan")), "revisit"),
-        (lambda: TaskSampler("ab", seed=-1), "seed"),
-        (lambda: TaskSampler("ab", rested=0), "rested"),
-        (lambda: TaskSampler("ab", DiscountedVariance(), "band"), "a band on the mean says nothing"),
-        (lambda: TaskSampler("ab", DiscountedVariance(), high=0.9), "a band on the mean says nothing"),
-        (lambda: TaskSampler("ab", LastGroup(), "thompson"), "draws from a posterior"),
-        (lambda: TaskSampler.textbook("ab", revisit=0.5), "number of tasks"),  # type: ignore[arg-type]
-        (lambda: TaskSampler("ab").select(0, 0), "n, the number of tasks wanted"),
-        (lambda: TaskSampler("ab").select(1, -1), "step must not be negative"),
-        (lambda: TaskSampler("ab").observe("a", [1], -1), "step must not be negative"),
-        (lambda: TaskSampler("ab").observe("z", [1], 0), "unknown task key 'z'"),
-        (lambda: TaskSampler("ab").observe("a", [1, float("inf")], 0), "task 'a' has an infinite reward"),
-        (lambda: TaskSampler("ab").observe_groups(["a"], [], 0), "got 1 keys for 0 groups"),
+        (lambda: TaskSampler(["a", "b"], select="best"), "no selection rule 'best'"),  # type: ignore[arg-type]
+        (lambda: TaskSampler(["a", "b"], low=1, high=0), "low < high"),
+        (lambda: TaskSampler(["a", "b"], revisit=-0.1), "revisit"),
+        (lambda: TaskSampler(["a", "b"], revisit=1.5), "revisit"),
+        (lambda: TaskSampler(["a", "b"], revisit=float("nan")), "revisit"),
+        (lambda: TaskSampler(["a", "b"], revisit=float("inf")), "revisit"),
+        (lambda: TaskSampler(["a", "b"], seed=-1), "seed"),
+        (lambda: TaskSampler(["a", "b"], rested=0), "rested"),
+        (lambda: TaskSampler(["a", "b"], DiscountedVariance(), "band"), "a band on the mean says nothing"),
+        (lambda: TaskSampler(["a", "b"], DiscountedVariance(), high=0.9), "a band on the mean says nothing"),
+        (lambda: TaskSampler(["a", "b"], LastGroup(), "thompson"), "draws from a posterior"),
+        (lambda: TaskSampler.textbook(["a", "b"], revisit=0.5), "number of tasks"),  # type: ignore[arg-type]
+        (lambda: TaskSampler(["a", "b"]).select(0, 0), "n, the number of tasks wanted"),
+        (lambda: TaskSampler(["a", "b"]).select(1, -1), "step must not be negative"),
+        (lambda: TaskSampler(["a", "b"]).observe("a", [1], -1), "step must not be negative"),
+        (lambda: TaskSampler(["a", "b"]).observe("z", [1], 0), "unknown task key 'z'"),
+        (
+            lambda: TaskSampler(["a", "b"]).observe("a", [1, float("inf")], 0),
+            "task 'a' has an infinite reward",
+        ),
+        (lambda: TaskSampler(["a", "b"]).observe_groups(["a"], [], 0), "got 1 keys for 0 groups"),
     ],
 )
 def test_errors_say_what_is_wrong(make: Any, message: str) -> None:
@@ -422,7 +427,7 @@ def test_errors_say_what_is_wrong(make: Any, message: str) -> None:
 def test_public_names() -> None:
     assert arl.TaskSampler is TaskSampler
     assert arl.filter_by_pass_rate is filter_by_pass_rate
-    assert TaskSampler("ab").state_dict()["estimator"] == repr(BetaPosterior())
+    assert TaskSampler(["a", "b"]).state_dict()["estimator"] == repr(BetaPosterior())
 
 
 # the simulation

@@ -112,6 +112,8 @@ class TaskSampler:
         rested: float = 0.65,
         metric: str | None = None,
     ) -> None:
+        if isinstance(keys, str):
+            raise ValueError(f"keys is the single string {keys!r}; give a list of tasks")
         estimator = BetaPosterior() if estimator is None else estimator
         if select not in RULES:
             raise ValueError(f"no selection rule {select!r}; rules are {', '.join(RULES)}")
@@ -124,7 +126,7 @@ class TaskSampler:
             )
         if select == "thompson" and not isinstance(estimator, BetaPosterior):
             raise ValueError("select='thompson' draws from a posterior; use estimator=BetaPosterior()")
-        if not revisit >= 0 or (revisit > 1 and revisit != int(revisit)):
+        if not 0 <= revisit < math.inf or (revisit > 1 and revisit != int(revisit)):
             raise ValueError(f"revisit is a share below 1 or a whole number of tasks, got {revisit}")
         if seed < 0:
             raise ValueError(f"seed must not be negative, got {seed}")
