@@ -12,6 +12,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "gym.tasks": ("make_tasks",),
     "gym.env": ("make_env",),
     "gym.tokenizer": ("build_tokenizer",),
+    "curriculum.sampler": ("TaskSampler", "filter_by_pass_rate"),
     "data.trajectory": ("Trajectory",),
     "data.storage": ("load_trajectories", "save_trajectories"),
     "data.importers": ("import_trajectories",),
