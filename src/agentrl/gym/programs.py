@@ -17,7 +17,9 @@ from typing import Any
 from agentrl.gym.sandbox import Outcome, same_value
 from agentrl.gym.tasks import Case, Task, copied, make_tasks
 
-NAMES = tuple("fghpqrstuvw")  # function names of generated programs; no task and no variable has one of them
+NAMES = tuple(
+    "cfghjlmopqrstuvwyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+)  # of generated functions; no task or variable has one
 NUM_CASES = 4
 FAMILIES = (
     *("comparison", "off_by_one", "operator", "variable", "initial", "negation"),
@@ -147,7 +149,9 @@ class Program:
     def variables(self) -> list[str]:
         """Names in scope that hold data, in order of appearance."""
         found = dict.fromkeys(t for t in pieces(self.source.replace("\n", " ")) if _is_variable(t))
-        names = [n for n in found if n != self.name and not hasattr(builtins, n) and n not in ("append", "items")]
+        names = [
+            n for n in found if n != self.name and not hasattr(builtins, n) and n not in ("append", "items")
+        ]
         return names
 
 
@@ -193,37 +197,48 @@ def _straight(rng: random.Random) -> Shape:
     kind = rng.random()
     if kind < 0.25:
         return ("a", "b"), [f"return {_term(rng, a, b)}"], "ii"
-    if kind < 0.45:
-        left, right = rng.choice(["a * a", "a * b", "b * b", "a * 2"]), rng.choice(["b * b", "b * a", "b * 2", "b"])
-        return ("a", "b"), [f"return {left} {rng.choice('+-')} {right}"], "ii"
     first = f"d = {_term(rng, a, b)}"
     if kind < 0.6:
         return ("a", "b"), [first, "return d"], "ii"
     if kind < 0.8:
         return ("a", "b"), [first, f"return {_term(rng, 'd', rng.choice(['a', 'b']))}"], "ii"
     last = rng.choice([f"return d {rng.choice(_ARITHMETIC)} e", "return [d, e]"])
+    if kind < 0.87:
+        first = f"d = a {rng.choice(['//', '%', '*', '+', '-'])} 2"
+        return ("a",), [first, f"e = {_term(rng, 'a', 'd')}", last], "i"
     return ("a", "b"), [first, f"e = {_term(rng, b, rng.choice([a, 'd']))}", last], "ii"
 
 
 def _predicate(rng: random.Random) -> Shape:
     kind = rng.random()
+    if kind < 0.1:
+        return ("x", "k"), [f"return {_condition(rng, 'x', 'k')}"], "ii"
     if kind < 0.25:
-        return ("x", "k"), [f"return {_condition(rng, 'x', rng.choice(['k', 'k', '0', '1']))}"], "ii"
+        return ("n",), [f"return {_condition(rng, 'n', rng.choice('012'))}"], "i"
     if kind < 0.4:
         return ("x", "items"), [f"return x {rng.choice(['in', 'not in'])} items"], "il"
     logic = rng.choice(["and", "or"])
-    if kind < 0.65:
-        left, right = rng.choice(_COMPARE[:4]), rng.choice(_COMPARE[:4])
-        return ("x", "lo", "hi"), [f"return lo {left} x {logic} x {right} hi"], "iii"
-    left, right = _condition(rng, "a", rng.choice("01")), _condition(rng, "b", rng.choice("01"))
-    return ("a", "b"), [f"return {left} {logic} {right}"], "ii"
+    if kind < 0.6:
+        return ("a", "b"), [f"return a {logic} b"], "ii"
+    if kind < 0.8:
+        return (
+            ("a", "b"),
+            [f"d = a {logic} b", rng.choice(["return d", f"return d {rng.choice('+-*')} b"])],
+            "ii",
+        )
+    left = rng.choice([f"x {rng.choice(_COMPARE)} k", "x in items"])
+    parameters, kinds = (("x", "items"), "il") if "items" in left else (("x", "k"), "ii")
+    return parameters, [f"if {left} {logic} x:", f"{_INDENT}return x", "return 0"], kinds
 
 
 def _branch(rng: random.Random) -> Shape:
-    bound = rng.choice(["k", "lo", "hi"])
-    yes, no = rng.choice([("x", bound), (bound, "x"), ("0", "x"), (bound, "0"), (f"x - {bound}", "x"), ("1", "0")])
+    bound = rng.choice(["k", "lo", "hi", "0"])
+    yes, no = rng.choice(
+        [("x", bound), (bound, "x"), ("0", "x"), (bound, "0"), (f"x - {bound}", "x"), ("1", "0")]
+    )
     condition = _condition(rng, "x", bound)
-    return ("x", bound), [f"if {condition}:", f"{_INDENT}return {yes}", f"return {no}"], "ii"
+    parameters, kinds = (("x",), "i") if bound == "0" else (("x", bound), "ii")
+    return parameters, [f"if {condition}:", f"{_INDENT}return {yes}", f"return {no}"], kinds
 
 
 def _accumulate(rng: random.Random) -> Shape:
@@ -252,7 +267,9 @@ def _collect(rng: random.Random) -> Shape:
     value = rng.choice(["x", "x", "x + 1", "x * 2", "x - 1"])
     if rng.random() < 0.3:
         return ("items",), ["out = []", "for x in items:", f"{_INDENT}out.append({value})", "return out"], "l"
-    condition = rng.choice([_condition(rng, "x", rng.choice(["k", "0"])), f"x {rng.choice(['in', 'not in'])} out"])
+    condition = rng.choice(
+        [_condition(rng, "x", rng.choice(["k", "0"])), f"x {rng.choice(['in', 'not in'])} out"]
+    )
     parameters, kinds = (("items", "k"), "li") if "k" in condition else (("items",), "l")
     body = ["out = []", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}out.append({value})"]
     return parameters, [*body, "return out"], kinds
@@ -260,7 +277,12 @@ def _collect(rng: random.Random) -> Shape:
 
 def _search(rng: random.Random) -> Shape:
     condition = rng.choice([f"x {rng.choice(_COMPARE[:4])} best", _condition(rng, "x", "0")])
-    body = [f"best = {rng.choice('01')}", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}best = x"]
+    body = [
+        f"best = {rng.choice('01')}",
+        "for x in items:",
+        f"{_INDENT}if {condition}:",
+        f"{_INDENT * 2}best = x",
+    ]
     return ("items",), [*body, "return best"], "l"
 
 
