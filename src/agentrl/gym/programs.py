@@ -192,43 +192,55 @@ def _condition(rng: random.Random, a: str, b: str) -> str:
     return f"{a} {rng.choice(_COMPARE)} {b}"
 
 
+def _expression(rng: random.Random) -> Shape:
+    kind = rng.randrange(7)
+    if kind == 0:
+        bound = rng.choice(["k", "lo", "hi"])
+        return ("x", bound), [f"return x {rng.choice(_COMPARE)} {bound}"], "ii"
+    if kind == 1:
+        return ("n",), [f"return {_condition(rng, 'n', rng.choice('012'))}"], "i"
+    if kind == 2:
+        return ("x", "items"), [f"return x {rng.choice(['in', 'not in'])} items"], "il"
+    if kind == 3:
+        return ("a", "b"), [f"return a {rng.choice(['and', 'or'])} b"], "ii"
+    if kind == 4:
+        f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
+        return ("items",), [f"return {f}(items) {rng.choice('+-')} {rng.choice([f'{g}(items)', '1'])}"], "l"
+    if kind == 5:
+        bound = rng.choice(["lo", "hi", "k"])
+        return ("x", bound), [f"return {rng.choice(['min', 'max'])}(x, {bound})"], "ii"
+    a, b = rng.choice([("a", "b"), ("a", "b"), ("b", "a")])
+    return ("a", "b"), [f"return {_term(rng, a, b)}"], "ii"
+
+
 def _straight(rng: random.Random) -> Shape:
     a, b = rng.choice([("a", "b"), ("a", "b"), ("b", "a")])
     kind = rng.random()
-    if kind < 0.25:
-        return ("a", "b"), [f"return {_term(rng, a, b)}"], "ii"
+    if kind < 0.1:
+        logic = rng.choice(["and", "or"])
+        return (
+            ("a", "b"),
+            [f"d = a {logic} b", rng.choice(["return d", f"return d {rng.choice('+-*')} b"])],
+            "ii",
+        )
+    if kind < 0.2:
+        first, second = rng.choice([("lo", "hi"), ("hi", "lo")])
+        f, g = rng.choice(["min", "max"]), rng.choice(["min", "max"])
+        return ("x", "lo", "hi"), [f"x = {f}(x, {first})", f"return {g}(x, {second})"], "iii"
+    if kind < 0.3:
+        f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
+        last = rng.choice(["return a + b", "return b - a", "return a * b", "return [a, b]"])
+        return ("items",), [f"a = {f}(items)", f"b = {g}(items)", last], "l"
     first = f"d = {_term(rng, a, b)}"
-    if kind < 0.6:
+    if kind < 0.5:
         return ("a", "b"), [first, "return d"], "ii"
-    if kind < 0.8:
+    if kind < 0.75:
         return ("a", "b"), [first, f"return {_term(rng, 'd', rng.choice(['a', 'b']))}"], "ii"
     last = rng.choice([f"return d {rng.choice(_ARITHMETIC)} e", "return [d, e]"])
     if kind < 0.87:
         first = f"d = a {rng.choice(['//', '%', '*', '+', '-'])} 2"
         return ("a",), [first, f"e = {_term(rng, 'a', 'd')}", last], "i"
     return ("a", "b"), [first, f"e = {_term(rng, b, rng.choice([a, 'd']))}", last], "ii"
-
-
-def _predicate(rng: random.Random) -> Shape:
-    kind = rng.random()
-    if kind < 0.1:
-        return ("x", "k"), [f"return {_condition(rng, 'x', 'k')}"], "ii"
-    if kind < 0.25:
-        return ("n",), [f"return {_condition(rng, 'n', rng.choice('012'))}"], "i"
-    if kind < 0.4:
-        return ("x", "items"), [f"return x {rng.choice(['in', 'not in'])} items"], "il"
-    logic = rng.choice(["and", "or"])
-    if kind < 0.6:
-        return ("a", "b"), [f"return a {logic} b"], "ii"
-    if kind < 0.8:
-        return (
-            ("a", "b"),
-            [f"d = a {logic} b", rng.choice(["return d", f"return d {rng.choice('+-*')} b"])],
-            "ii",
-        )
-    left = rng.choice([f"x {rng.choice(_COMPARE)} k", "x in items"])
-    parameters, kinds = (("x", "items"), "il") if "items" in left else (("x", "k"), "ii")
-    return parameters, [f"if {left} {logic} x:", f"{_INDENT}return x", "return 0"], kinds
 
 
 def _branch(rng: random.Random) -> Shape:
@@ -286,20 +298,10 @@ def _search(rng: random.Random) -> Shape:
     return ("items",), [*body, "return best"], "l"
 
 
-def _builtins(rng: random.Random) -> Shape:
-    kind = rng.random()
-    f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
-    if kind < 0.35:
-        return ("items",), [f"return {f}(items) {rng.choice('+-')} {rng.choice([f'{g}(items)', '1'])}"], "l"
-    if kind < 0.65:
-        last = rng.choice(["return a + b", "return b - a", "return a * b", "return [a, b]"])
-        return ("items",), [f"a = {f}(items)", f"b = {g}(items)", last], "l"
-    f, g = rng.choice(["min", "max"]), rng.choice(["min", "max"])
-    first, second = rng.choice([("lo", "hi"), ("hi", "lo")])
-    return ("x", "lo", "hi"), [f"x = {f}(x, {first})", f"return {g}(x, {second})"], "iii"
-
-
-_SHAPES = (_straight, _straight, _predicate, _branch, _accumulate, _accumulate, _collect, _search, _builtins)
+_SHAPES = (
+    *(_expression, _expression, _expression, _straight, _straight),
+    *(_branch, _accumulate, _accumulate, _collect, _search),
+)
 
 
 def _arguments(kinds: str) -> Callable[[random.Random], tuple[Any, ...]]:
@@ -313,8 +315,12 @@ def _arguments(kinds: str) -> Callable[[random.Random], tuple[Any, ...]]:
 
 
 def make_program(rng: random.Random) -> Program:
-    """A random correct function of 2 to 6 lines."""
+    """A random correct function of 2 to 6 lines; its parameters stand in any order."""
     parameters, body, kinds = rng.choice(_SHAPES)(rng)
+    if len(parameters) == 1 and rng.random() < 0.3:  # an idle one
+        parameters, kinds = (*parameters, "k"), f"{kinds}i"
+    order = rng.sample(range(len(parameters)), len(parameters))
+    parameters, kinds = tuple(parameters[i] for i in order), "".join(kinds[i] for i in order)
     name = rng.choice(NAMES)
     source = "\n".join([f"def {name}({', '.join(parameters)}):", *(_INDENT + line for line in body)])
     return Program(name, source, parameters, _arguments(kinds))
