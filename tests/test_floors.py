@@ -21,7 +21,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data": (
         1,
         ("trajectory", "storage", "importers", "collate", "advantages", "weights", "lengths", "bins",
-         "prefix_tree", "packing", "microbatch"),
+         "prefix_tree", "packing", "sequence_cost", "atoms", "balance", "microbatch"),
     ),
     "ops": (2, ("attention", "log_probs", "losses")),
     "models": (3, ("policy", "scoring", "tiny", "hf")),
