@@ -2,19 +2,19 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 import agentrl
 from agentrl.cli import plan as plan_command
 from agentrl.cli.main import main
+from agentrl.data.trajectory import Trajectory
 
 ISSUE = ["plan", "--model", "Qwen/Qwen3-8B", "--gpu", "H200", "--gpus", "8", "--episodes", "512",
          "--tokens", "24000", "--sampled", "6000", "--context", "16384"]  # fmt: skip
@@ -80,6 +80,7 @@ def test_html(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_the_64k_redo_and_the_smaller_cache(capsys: pytest.CaptureFixture[str]) -> None:
     redo = json.loads(printed(capsys, "--json", "--context", "65536"))
+    assert "--context (65,536) is more than an episode's 24,000 tokens." in redo["notes"]
     assert round(redo["first_order"]["step_gpu_hours"]["decode"], 2) == 3.53
     small = json.loads(printed(capsys, "--json", "--kv-shrink", "4"))
     assert small["kv_bytes_per_token"] == 36_864
@@ -101,7 +102,7 @@ def test_the_answer_of_the_other_schedule(capsys: pytest.CaptureFixture[str]) ->
         (["--model", "Qwen3-80B"], "did you mean 'Qwen/Qwen3-8B'?"),
         (["--model", "Llama-3.1-70B"], "meta-llama/Llama-3.1-70B does not fit"),
         (["--model", "DeepSeek-V3"], "deepseek-ai/DeepSeek-V3 does not fit"),
-        (["--microbatch-tokens", "900000"], "lower --microbatch-tokens to 246784"),
+        (["--microbatch-tokens", "900000"], "lower --microbatch-tokens to 220160"),
         (["--gpuz", "3"], "no option --gpuz; did you mean --gpu?"),
         (["--engine-file", "nowhere.toml"], "nowhere.toml"),
     ],
@@ -142,6 +143,10 @@ def test_calibrate_and_use_its_constants(
     answer = json.loads(printed(capsys, "--json", "--engine-file", str(engine), "--step-seconds", "0.002"))
     assert answer["engine"] == "mine"
     assert {a["flag"]: a["value"] for a in answer["assumptions"]}["--step-seconds"] == 0.002
+    few = points[::9]
+    csv.write_text("\n".join([head, *(",".join(map(str, point[:4])) for point in few)]))
+    assert main(["plan", "calibrate", str(csv)]) == 0
+    assert "error on each row, fitted on the others" in capsys.readouterr().out
     csv.write_text("\n".join([head, "128,128,1,145"]))
     assert main(["plan", "calibrate", str(csv)]) == 0
     assert "nothing tests the fit" in capsys.readouterr().err
@@ -150,12 +155,12 @@ def test_calibrate_and_use_its_constants(
 def test_episodes_from_trajectories(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def trajectory(mask: list[int], reward: float, group: str) -> SimpleNamespace:
-        array = np.array(mask, dtype=np.float32)
-        return SimpleNamespace(action_mask=array, reward=reward, group=group, num_tokens=len(mask) + 1,
-                               num_actions=sum(mask))  # fmt: skip
+    def trajectory(mask: list[int], reward: float, group: str) -> Trajectory:
+        zeros = torch.zeros(len(mask))
+        ids = torch.zeros(len(mask) + 1, dtype=torch.int64)
+        return Trajectory(ids, torch.tensor(mask).float(), zeros, reward, group=group)
 
-    def load(path: Path) -> list[Any]:
+    def load(path: Path) -> list[Trajectory]:
         return [
             trajectory([0, 0, 1, 1, 0, 1], 1.0, "a"),  # prompt 3, two turns
             trajectory([0, 1, 1, 1, 0, 0, 0, 0, 1, 0], 0.0, "a"),  # prompt 2, two turns
@@ -171,6 +176,23 @@ def test_episodes_from_trajectories(
     assert values["--prompt"] == (2.0, "measured")
     assert values["--turns"] == (7, "given")
     assert values["--zero-advantage"][0] == pytest.approx(1 / 3)
+    # after the prompt 4, 9 and 2 tokens: 0.8, 1.8 and 0.4 of their mean
+    workload, lengths = plan_command.episodes_of(Path("run.jsonl"), plan_command.Workload(), set())
+    assert lengths is not None
+    assert max(lengths.relative) / min(lengths.relative) == pytest.approx(4.5)
+    assert workload.length_cv == pytest.approx((lengths.squared_mean - 1) ** 0.5)
+    assert plan_command.episodes_of(Path("run.jsonl"), workload, {"--length-cv"})[1] is None
+
+
+def test_the_documentation_shows_real_output(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    blocks = re.findall(r"```console\n\$ agentrl ([^\n]+)\n(.*?)```", text, flags=re.S)
+    assert len(blocks) == 5
+    for command, shown in blocks:
+        main(shlex.split(command))
+        out, err = capsys.readouterr()
+        begun = shown.removesuffix("...\n").rstrip()
+        assert (out + err).startswith(begun), command
 
 
 def test_a_plan_loads_nothing_heavy() -> None:

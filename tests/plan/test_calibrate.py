@@ -13,6 +13,7 @@ from agentrl.plan.calibrate import (
     constants_from_toml,
     constants_to_toml,
     fit,
+    leave_one_out,
     overhead_bytes,
     read_measurements,
 )
@@ -110,3 +111,12 @@ def test_constants_survive_toml() -> None:
         constants_from_toml("speed = 3")
     with pytest.raises(ValueError, match="at least one row"):
         fit(ENGINE, [Measurement(1, 1, 1, 1.0)], [])
+
+
+def test_leaving_each_row_out_once(published: list[Measurement]) -> None:
+    five = [published[i] for i in choose_rows(ENGINE, published)]
+    errors = leave_one_out(ENGINE, five)
+    assert errors[2] == fit(ENGINE, five, [0, 1, 3, 4]).held_out_errors[0]
+    assert len(errors) == 5
+    with pytest.raises(ValueError, match="two rows at least"):
+        leave_one_out(ENGINE, five[:1])

@@ -57,6 +57,11 @@ def test_a_cache_four_times_smaller() -> None:
     assert round(step.total, 2) == 0.98
 
 
+def test_weights_of_one_byte() -> None:
+    rate = decode_tokens_per_second(N, 0, 4.8e12, batch=1, context=0, weight_bytes_each=1.0)
+    assert rate == pytest.approx(4.8e12 / N)
+
+
 def test_mixture_reads_all_and_multiplies_the_active() -> None:
     shape = find_model("Qwen/Qwen3-30B-A3B")
     step = first_order_hours(

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.report.figures import Line, Part, line_chart, nice_ticks, stacked_bars
@@ -63,6 +63,8 @@ def test_lines_that_cannot_be_drawn(x: list[float], values: tuple[float | None, 
 
 @settings(max_examples=100, deadline=None)
 @given(low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6))
+@example(low=0.0, span=5e-324)
+@example(low=0.0, span=1e-199)
 def test_ticks_span_the_range(low: float, span: float) -> None:
     ticks = nice_ticks(low, low + span)
     slack = 1e-6 * max(abs(low), span)

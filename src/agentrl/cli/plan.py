@@ -3,6 +3,7 @@ measurements."""
 
 import difflib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -159,11 +160,12 @@ def _constants(options: PlanOptions) -> EngineConstants:
     return replace(constants, **changed)
 
 
-def episodes_of(path: Path, workload: Workload, given: set[str]) -> tuple[Workload, Lengths]:
+def episodes_of(path: Path, workload: Workload, given: set[str]) -> tuple[Workload, Lengths | None]:
     """The workload with the shape of the trajectories in a file, where no flag gives it, and their lengths.
 
     Tokens, sampled tokens, prompt (before the first action) and turns (runs of action tokens) are means; the
-    share without signal counts the trajectories of groups whose rewards are all equal.
+    share without signal counts the trajectories of groups whose rewards are all equal. The lengths are
+    relative, after the prompt; None where --length-cv is given.
     """
     import agentrl
 
@@ -183,15 +185,18 @@ def episodes_of(path: Path, workload: Workload, given: set[str]) -> tuple[Worklo
     silent = sum(len(rewards) for rewards in groups.values() if min(rewards) == max(rewards))
     tokens = sum(t.num_tokens for t in trajectories) / count
     sampled = sum(t.num_actions for t in trajectories) / count
+    after_prompt = [max(1, t.num_tokens - prompt) for t, prompt in zip(trajectories, prompts, strict=True)]
+    lengths = measured_lengths(after_prompt, 64)
     measured: dict[str, Any] = {
         "tokens": tokens,
         "sampled": sampled,
         "prompt": min(sum(prompts) / count, tokens - sampled),
         "turns": max(1, round(sum(turns) / count)),
+        "length_cv": math.sqrt(max(0.0, lengths.squared_mean - 1)),
         "zero_advantage": min(silent / count, 0.95),
     }
     kept = {name: value for name, value in measured.items() if _flag(name) not in given}
-    return replace(workload, **kept), measured_lengths([t.num_tokens for t in trajectories], 64)
+    return replace(workload, **kept), None if "--length-cv" in given else lengths
 
 
 def _assumptions(plan: Plan, given: set[str], measured: bool) -> list[Assumption]:
@@ -225,7 +230,14 @@ def _meanings(owner: type) -> dict[str, str]:
 def calibrate(options: CalibrateOptions) -> int:
     """Fit, print the constants and the errors, and write the constants where asked; returns the exit
     status."""
-    from agentrl.plan.calibrate import choose_rows, constants_to_toml, fit, overhead_bytes, read_measurements
+    from agentrl.plan.calibrate import (
+        choose_rows,
+        constants_to_toml,
+        fit,
+        leave_one_out,
+        overhead_bytes,
+        read_measurements,
+    )
     from agentrl.plan.engine import Engine
 
     rows = read_measurements(options.measurements)
@@ -243,13 +255,23 @@ def calibrate(options: CalibrateOptions) -> int:
     text = constants_to_toml(result.constants)
     print(f"{len(result.fitted)} rows fitted, {len(result.held_out)} left out\n\n{text}")
     if result.held_out:
-        print(f"error on the rows left out: mean {result.mean_error:.1%}, largest {result.max_error:.1%}")
-        print("input  output  concurrency  measured tokens/s  error")
-        for row, error in zip(result.held_out, result.held_out_errors, strict=True):
-            settings = f"{row.input_tokens:>5}  {row.output_tokens:>6}  {row.concurrency:>11}"
-            print(f"{settings}  {row.output_tokens_per_second:>17,.0f}  {error:>+5.1%}")
+        tested, errors, how = result.held_out, result.held_out_errors, "on the rows left out"
+    elif len(rows) > 1:
+        tested, errors, how = (
+            result.fitted,
+            leave_one_out(engine, result.fitted),
+            "on each row, fitted on the others",
+        )
     else:
-        print("every row was fitted, so nothing tests the fit; measure more rows", file=sys.stderr)
+        print("one row was fitted, so nothing tests the fit; measure more rows", file=sys.stderr)
+        tested, errors, how = (), (), ""
+    if errors:
+        absolute = [abs(error) for error in errors]
+        print(f"error {how}: mean {sum(absolute) / len(absolute):.1%}, largest {max(absolute):.1%}")
+        print("input  output  concurrency  measured tokens/s  error")
+    for row, error in zip(tested, errors, strict=True):
+        settings = f"{row.input_tokens:>5}  {row.output_tokens:>6}  {row.concurrency:>11}"
+        print(f"{settings}  {row.output_tokens_per_second:>17,.0f}  {error:>+5.1%}")
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")
         print(f"wrote {options.output}")

@@ -98,7 +98,14 @@ class Answer:
         size = p.shape.nominal_parameters
         multiplying = p.shape.active_parameters if p.shape.experts else size
         kv = p.shape.kv_bytes_per_token(p.generation.kv_bytes_each)
-        decode = decode_tokens_per_second(size, kv, p.gpu.bytes_per_second, p.generation.batch, self.context)
+        decode = decode_tokens_per_second(
+            size,
+            kv,
+            p.gpu.bytes_per_second,
+            p.generation.batch,
+            self.context,
+            p.generation.weight_bits / 8,
+        )
         train = train_tokens_per_second(multiplying, p.gpu.flops_per_second, p.training.mfu)
         ways = p.generation.tensor_parallel
         alone = rollout.batch / p.engine.decode_seconds(rollout.batch, rollout.context)
@@ -125,6 +132,10 @@ class Answer:
             found.append(
                 f"An engine has only {rollout.batch:.0f} episodes to play, fewer than the batch of "
                 f"{p.generation.batch}."
+            )
+        if self.context > p.workload.tokens:
+            found.append(
+                f"--context ({self.context:,.0f}) is more than an episode's {p.workload.tokens:,.0f} tokens."
             )
         if len(self.estimates) < 2:
             found.append("An overlapped schedule is left out: it does not fit these GPUs.")

@@ -19,6 +19,10 @@ from agentrl.gym.tasks import Case, Task, copied, make_tasks
 
 NAMES = tuple("fghpqrstuvw")  # function names of generated programs; no task and no variable has one of them
 NUM_CASES = 4
+FAMILIES = (
+    *("comparison", "off_by_one", "operator", "variable", "initial", "negation"),
+    *("swapped", "return", "logic", "builtin", "constant", "update"),
+)
 
 Tokens = list[str]
 Rewrite = tuple[str, Tokens]  # (family of bugs, the line's tokens after the rewrite)
@@ -101,7 +105,8 @@ def rewrites(line: str, names: Sequence[str]) -> list[Rewrite]:
         if token in ("0", "1") and last in ("==", "!="):
             found.append(("constant", [*before, "10"[int(token)], *after]))
         if token in names and last in ("+", "-", "*") and not after and len(tokens) > 3:
-            found.extend(("variable", [*before, name]) for name in names if name not in (token, tokens[0]))
+            others = [name for name in names if name not in (token, before[-2], tokens[0])]
+            found.extend(("variable", [*before, name]) for name in others[:3])
         if token == ")" and "range" in before and last not in ("1", ")"):
             found.append(("off_by_one", [*before, "+", "1", *tokens[i:]]))
         if token == "+" and "range" in before and after[:1] == ["1"]:
@@ -344,19 +349,19 @@ def task_shapes() -> frozenset[str]:
     return frozenset(canonical(text) for task in make_tasks() for text in (task.source, task.fixed))
 
 
-def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Program, int, str]:
-    """A generated task, its program, the bug's line and the text that repairs it.
+def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Program]:
+    """A generated task and the program that it was made from.
 
     Mutants that no visible case tells from the correct function are dropped, and so is every program whose
     canonical form is in `forbidden`.
     """
+    family = rng.choice(FAMILIES)
     while True:
         program = make_program(rng)
-        options = all_rewrites(program.source, program.variables())
-        if canonical(program.source) in forbidden or not options:
+        options = [o for o in all_rewrites(program.source, program.variables()) if o[0] == family]
+        if not options or canonical(program.source) in forbidden:
             continue
-        family = rng.choice(sorted({family for family, _, _ in options}))
-        _, line, text = rng.choice([option for option in options if option[0] == family])
+        _, line, text = rng.choice(options)
         source = replaced(program.source, line, text)
         arguments = [program.arguments(rng) for _ in range(NUM_CASES)]
         wanted = run_trusted(program.source, program.name, arguments)
@@ -366,8 +371,7 @@ def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Pro
         if all(o.ok and same_value(o.value, w.value) for o, w in zip(got, wanted, strict=True)):
             continue
         cases = tuple(Case(a, w.value) for a, w in zip(arguments, wanted, strict=True))
-        task = Task(program.name, family, source, program.source, cases, cases)
-        return task, program, line, program.source.split("\n")[line - 1].strip()
+        return Task(program.name, family, source, program.source, cases, cases), program
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,7 +11,8 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-PAD, END, GLUE, SPACE, INDENT = "<pad>", "<end>", "<glue>", " ", "    "
+PAD, END, GLUE, SPACE = "<pad>", "<end>", "<glue>", " "
+INDENTS = ("        ", "    ")  # deepest first
 
 _OPERATORS = ("//=", "**", "//", "==", "!=", "<=", ">=", "+=", "-=", "*=", "%=", "->", "...")
 _ERRORS = (
@@ -67,7 +68,7 @@ class Spacing:
     def feed(self, token: str) -> None:
         """Take note of a token that was written."""
         last = self._last
-        self._tight = token in ("\n", SPACE, GLUE, INDENT, ".") or token in _OPENING
+        self._tight = token in ("\n", SPACE, GLUE, *INDENTS, ".") or token in _OPENING
         if self._quote:
             self._quote = "" if token == self._quote else self._quote
         elif token in ("'", '"'):
@@ -106,7 +107,7 @@ class Tokenizer:
 
     def __init__(self, words: Iterable[str]) -> None:
         known = {*words, *_NAMES, *_PROSE, *_ERRORS, *_OPERATORS, *keyword.kwlist}
-        specials = (PAD, END, GLUE, SPACE, INDENT, "\n", *_LETTERS)
+        specials = (PAD, END, GLUE, SPACE, *INDENTS, "\n", *_LETTERS)
         self.vocabulary = (*specials, *sorted(known - set(specials)))
         self._id_of = {token: i for i, token in enumerate(self.vocabulary)}
         self.pad_id = self._id_of[PAD]
@@ -137,15 +138,15 @@ class Tokenizer:
 
     def _place(self, tokens: list[str], spacing: Spacing, num_spaces: int, token: str) -> None:
         """Append a token that follows num_spaces spaces; an empty token stands for the end of the text."""
-        num_indents, rest = divmod(num_spaces, len(INDENT))
-        pieces = [INDENT] * num_indents + [token] * bool(token)
-        if not pieces:
-            pieces_before, first = [SPACE] * rest, ""
-        else:
-            first = pieces[0]
-            expected = spacing.expects_space(first)
-            pieces_before = [] if rest == expected else [SPACE] * rest or [GLUE]
-        for piece in [*pieces_before, *pieces]:
+        pieces: list[str] = []
+        rest = num_spaces
+        for indent in INDENTS:
+            count, rest = divmod(rest, len(indent))
+            pieces += [indent] * count
+        pieces += [token] * bool(token)
+        expected = bool(pieces) and spacing.expects_space(pieces[0])
+        gap = [] if rest == expected else [SPACE] * rest or [GLUE]
+        for piece in [*gap, *pieces]:
             tokens.append(piece)
             spacing.feed(piece)
 

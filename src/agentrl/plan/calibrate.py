@@ -150,6 +150,17 @@ def fit(
     return Calibration(replace(fitted.constants, name=name), tuple(used), held_out, errors)
 
 
+def leave_one_out(engine: Engine, rows: Sequence[Measurement]) -> tuple[float, ...]:
+    """Relative error on each row of a fit on all the others: what to report where every row is needed to fit.
+
+    Raises ValueError for fewer than two rows.
+    """
+    if len(rows) < 2:
+        raise ValueError(f"leaving one out needs two rows at least, got {len(rows)}")
+    every = range(len(rows))
+    return tuple(fit(engine, rows, [j for j in every if j != i]).held_out_errors[0] for i in every)
+
+
 def overhead_bytes(engine: Engine, cache_tokens: float) -> float:
     """Memory outside weights and cache that explains the number of cache tokens that an engine reports."""
     held = cache_tokens * engine.shape.kv_bytes_per_token(engine.kv_bytes_each)

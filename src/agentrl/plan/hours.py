@@ -1,5 +1,6 @@
 """GPU-hours of a run, first order and calibrated, for synchronous and overlapped schedules."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from agentrl.plan.engine import Engine, EngineConstants
@@ -105,6 +106,7 @@ def first_order(plan: Plan) -> StepHours:
         context=g.context or lifetime_context(w, plan.spread),
         busy=g.busy,
         mfu=t.mfu,
+        weight_bytes_each=g.weight_bits / 8,
         kv_bytes_each=g.kv_bytes_each,
         old_log_probs=t.old_log_probs,
         reference=t.reference,
@@ -150,29 +152,35 @@ def calibrated(plan: Plan) -> Estimate:
         check_training_fits(plan.shape, plan.gpu, plan.gpus, plan.training, plan.action_share)
         return _assemble(plan, work, plan.gpus, plan.gpus)
     ways = plan.generation.tensor_parallel
-    most = (plan.gpus - 1) // ways
-    if most < 1:
+    if plan.gpus <= ways:
         raise ValueError(
             f"an overlapped schedule needs GPUs for an engine ({ways}) and for training, got {plan.gpus}; "
             "raise --gpus"
         )
     check_training_fits(plan.shape, plan.gpu, plan.gpus - ways, plan.training, plan.action_share)
+    # the more engines, the fewer GPUs to hold the training states
+    most = _last(1, (plan.gpus - 1) // ways, lambda n: _trains(plan, plan.gpus - n * ways))
 
     def split(num_engines: int) -> Estimate:
         return _assemble(plan, work, num_engines * ways, plan.gpus - num_engines * ways)
 
-    # more engines make rollouts shorter and training longer: the best split is where the two cross
-    low, high = 1, most
+    def generation_is_slower(num_engines: int) -> bool:
+        trial = split(num_engines)
+        return trial.rollout.seconds > work.total / trial.train_gpus
+
+    # more engines make rollouts shorter and training longer: the best split is beside the crossing
+    low = _last(1, most, generation_is_slower)
+    sides = (split(low), split(min(low + 1, most)))
+    return min(sides, key=lambda estimate: estimate.step_seconds)
+
+
+def _last(first: int, last: int, holds: Callable[[int], bool]) -> int:
+    # the last of first..last for which `holds`, which turns false once and stays so; else `first`
+    low, high = first, last + 1
     while high - low > 1:
         middle = (low + high) // 2
-        trial = split(middle)
-        if trial.rollout.seconds > work.total / trial.train_gpus:
-            low = middle
-        else:
-            high = middle
-    candidates = [split(n) for n in {low, high}]
-    fitting = [e for e in candidates if _trains(plan, e.train_gpus)]
-    return min(fitting or [split(1)], key=lambda e: (e.step_seconds, e.generation_gpus))
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def _trains(plan: Plan, train_gpus: int) -> bool:

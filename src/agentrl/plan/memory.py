@@ -47,18 +47,21 @@ def layer_activation_bytes(shape: ModelShape) -> float:
     """Bytes that backward needs of one layer a token, when nothing is recomputed.
 
     Two bytes for: input and output of both norms (4 D); queries, keys and values before and after rotation
-    and the attention's output (3 H d + 3 K d); gate, up, activation and product of the feed-forward part (4
-    F, with F over the active experts).
+    and the attention's output (3 H d + 3 K d); gate, up, activation and product of the feed-forward part
+    (4 F, with F over the active experts). Four bytes for the float32 copies that norms keep of their inputs,
+    those of queries and keys included (2 D + H d + K d); a fused norm saves them.
     """
-    H, K, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    D, H, K, d = shape.width, shape.num_heads, shape.num_kv_heads, shape.head_dim
     if (m := shape.latent) is not None:
         mixer = H * (2 * (m.nope_dim + m.rope_dim) + 2 * m.value_dim) + m.kv_rank + m.rope_dim + m.q_rank
+        normed = 2 * D + m.kv_rank + m.q_rank
     else:
         mixer = 3 * H * d + 3 * K * d
+        normed = 2 * D + H * d + K * d
     widths = [shape.ffn_width] if shape.num_dense_layers else []
     if (e := shape.experts) is not None:
         widths.append(e.experts_per_token * e.width + e.shared_width)
-    return 2.0 * (4 * shape.width + mixer + 4 * max(widths))
+    return 2.0 * (4 * D + mixer + 4 * max(widths)) + 4.0 * normed
 
 
 def activation_bytes(shape: ModelShape, num_tokens: float, checkpointing: bool) -> float:

@@ -13,18 +13,29 @@ from agentrl.plan.models import ModelShape, check_positive
 
 
 def decode_tokens_per_second(
-    parameters: float, kv_bytes_per_token: float, bytes_per_second: float, batch: float, context: float
+    parameters: float,
+    kv_bytes_per_token: float,
+    bytes_per_second: float,
+    batch: float,
+    context: float,
+    weight_bytes_each: float = 2.0,
 ) -> float:
-    """Tokens a second of a bfloat16 model decoding `batch` sequences on `context` tokens: b B / (2N + b c
+    """Tokens a second of a model decoding `batch` sequences on `context` tokens: b B / (2N + b c
     kv).
 
     >>> round(decode_tokens_per_second(8.2e9, 147_456, 4.8e12, batch=64, context=16_384))
     1796
     """
-    check_positive(parameters=parameters, bytes_per_second=bytes_per_second, batch=batch)
+    check_positive(
+        parameters=parameters,
+        bytes_per_second=bytes_per_second,
+        batch=batch,
+        weight_bytes_each=weight_bytes_each,
+    )
     if kv_bytes_per_token < 0 or context < 0:
         raise ValueError(f"context and cache must not be negative, got {context} and {kv_bytes_per_token}")
-    return batch * bytes_per_second / (2 * parameters + batch * context * kv_bytes_per_token)
+    read = weight_bytes_each * parameters + batch * context * kv_bytes_per_token
+    return batch * bytes_per_second / read
 
 
 def train_tokens_per_second(parameters: float, flops_per_second: float, mfu: float) -> float:
@@ -74,6 +85,7 @@ def first_order_hours(
     context: float,
     busy: float,
     mfu: float,
+    weight_bytes_each: float = 2.0,
     kv_bytes_each: float = 2.0,
     old_log_probs: bool = True,
     reference: bool = False,
@@ -91,7 +103,7 @@ def first_order_hours(
     multiplying = shape.active_parameters if shape.experts else size
     forward = 3 * train_tokens_per_second(multiplying, gpu.flops_per_second, mfu)  # 2N instead of 6N
     kv = shape.kv_bytes_per_token(kv_bytes_each)
-    decode = decode_tokens_per_second(size, kv, gpu.bytes_per_second, batch, context)
+    decode = decode_tokens_per_second(size, kv, gpu.bytes_per_second, batch, context, weight_bytes_each)
     all_hours = episodes * tokens / forward / 3600
     return StepHours(
         train=3 * all_hours,

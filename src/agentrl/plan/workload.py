@@ -76,8 +76,8 @@ class Generation:
     ] = None
     busy: Annotated[float, Doc("share of the time that the engine decodes (first order only)")] = 0.5
     tensor_parallel: Annotated[int, Doc("GPUs that one copy of the model is spread over in generation")] = 1
-    weight_bits: Annotated[int, Doc("bits a weight in the engine: 16 or 8")] = 16
-    kv_bits: Annotated[int, Doc("bits a cached number: 16 or 8")] = 16
+    weight_bits: Annotated[int, Doc("bits a weight in the engine: 16, 8 or 4")] = 16
+    kv_bits: Annotated[int, Doc("bits a cached number: 16, 8 or 4")] = 16
     kv_shrink: Annotated[
         float, Doc("how many times smaller the cache is than the model's config makes it")
     ] = 1.0

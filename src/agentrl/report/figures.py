@@ -161,7 +161,7 @@ def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
     >>> nice_ticks(5.0, 5.0)
     [4.0, 5.0, 6.0]
     """
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-200):  # nothing to tell apart
         return [low - 1, low, low + 1]
     if 0 < low < 0.5 * high:
         low = 0.0

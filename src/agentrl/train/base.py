@@ -38,6 +38,7 @@ class BaseConfig:
     lr: float = 4e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
+    observation_weight: float = 0.3  # of a token that the environment says, beside 1 for an action token
     max_tokens: int = 256
     width: int = 64
     num_layers: int = 4
@@ -103,7 +104,7 @@ def train_base(tok: Tokenizer, cfg: BaseConfig) -> TinyAgent:
     with threads_for(model):
         for step, members in enumerate(_batches([len(ids) for ids, _ in data], cfg)):
             optimizer.param_groups[0]["lr"] = _learning_rate(step, cfg)
-            loss = _loss(model, [data[i] for i in members], tok.pad_id)
+            loss = _loss(model, [data[i] for i in members], cfg, tok.pad_id)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -111,10 +112,16 @@ def train_base(tok: Tokenizer, cfg: BaseConfig) -> TinyAgent:
     return model
 
 
-def _loss(model: TinyAgent, members: Sequence[tuple[Tensor, Tensor]], pad_id: int) -> Tensor:
+def _loss(model: TinyAgent, members: Sequence[tuple[Tensor, Tensor]], cfg: BaseConfig, pad_id: int) -> Tensor:
+    """Mean loss of the action tokens, plus observation_weight times that of the observations.
+
+    Reading along teaches where names repeat, which is what copying a line needs.
+    """
     ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in members], batch_first=True, padding_value=pad_id)
     is_action = torch.nn.utils.rnn.pad_sequence([mask for _, mask in members], batch_first=True)[:, 1:]
+    is_real = ids[:, 1:] != pad_id
     position_ids = torch.arange(ids.shape[1]).expand_as(ids)
     hidden = model.hidden_states(ids, position_ids, torch.full_like(ids, ids.shape[1]))
-    logits = head_logits(model.head(), hidden[:, :-1][is_action])
-    return -selected_log_probs(logits, ids[:, 1:][is_action]).mean()
+    logp = selected_log_probs(head_logits(model.head(), hidden[:, :-1][is_real]), ids[:, 1:][is_real])
+    acted = is_action[is_real]
+    return -logp[acted].mean() - cfg.observation_weight * logp[~acted].mean()
