@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.data.microbatch import MicrobatchPlan, plan_microbatches
-from agentrl.data.prefix_tree import prefix_forest
+from agentrl.data.packing import pack_sequences
+from agentrl.data.prefix_tree import PrefixForest, prefix_forest
 from agentrl.data.sequence_cost import attention_cost
+from agentrl.data.trajectory import Trajectory
 from agentrl.plan.configs import find_model
 
 CAP, RANKS = 65_536, 8
@@ -96,8 +97,8 @@ def test_a_plan_takes_milliseconds() -> None:
         start = time.process_time()
         plan_microbatches(lengths, max_tokens=CAP, num_ranks=RANKS, cost=cost)
         seconds.append(time.process_time() - start)
-    # The target is a median of 50 ms; processes that share the caches of a busy machine double CPU time.
-    assert median(seconds) < 0.1, seconds
+    # The best of seven: on a busy machine, processes that share the caches double each other's CPU time.
+    assert min(seconds) < 0.05, seconds
 
 
 @pytest.mark.parametrize("objective", ["lockstep", "rank_sum"])
@@ -331,6 +332,30 @@ def test_every_plan_of_trees(
     assert certificate.fill == pytest.approx(tokens / (cap * num_ranks * plan.num_microbatches), rel=1e-12)
     if overflow == "truncate":
         assert certificate.lower_bound >= -(-unique_tokens(kept) // (cap * num_ranks))
+
+
+def test_a_microbatch_of_trees_is_one_row() -> None:
+    ids = sequences(*("pppp" + c * n for c in "abcde" for n in (3, 7)), *("qq" + c * 5 for c in "abcde"))
+    trajs = [Trajectory(s, torch.ones(len(s) - 1), -torch.ones(len(s) - 1), reward=0.0) for s in ids]
+    plan = plan_microbatches(prefix_forest(ids), max_tokens=24, num_ranks=2)
+    check_plan(plan, 15, 2)
+    for slot in itertools.chain(*plan.ranks):
+        packed = pack_sequences([trajs[i] for i in slot], 24, share_prefixes=True)
+        assert len(packed.rows) == 1
+
+
+def test_forests_of_several_ranks_join_without_their_tokens() -> None:
+    ids = sequences(*("pppp" + c for c in "abcd"), "zz", *("qqqqq" + c for c in "abc"))
+    parts = [prefix_forest(ids[:5]), prefix_forest(ids[5:])]
+    joined = PrefixForest(
+        np.concatenate([parts[0].members, parts[1].members + 5]),
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.shared for part in parts]),
+    )
+    plan = plan_microbatches(joined, max_tokens=12, num_ranks=2)
+    whole = plan_microbatches(prefix_forest(ids), max_tokens=12, num_ranks=2)
+    check_plan(plan, 8, 2)
+    assert sorted(plan.costs) == sorted(whole.costs)
 
 
 def test_a_cost_that_falls_with_length_is_refused_for_trees() -> None:
