@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,43 @@ def test_the_lower_bound_is_one(lengths: list[int], num_ranks: int) -> None:
     )
 
 
+def best_of_all_plans(lengths: list[int], cap: int, num_slots: int, cost: Callable[[int], float]) -> float:
+    """The least sum of slot maxima on 2 ranks, over every placement with no bin empty."""
+    num_bins = 2 * num_slots
+    placements = np.array(list(itertools.product(range(num_bins), repeat=len(lengths))))
+    here = placements[:, None, :] == np.arange(num_bins)[:, None]  # [placements, bins, sequences]
+    tokens, costs = here @ np.array(lengths), here @ np.array([cost(n) for n in lengths])
+    allowed = (tokens <= cap).all(1) & (tokens > 0).all(1)
+    return float(costs[allowed].reshape(-1, num_slots, 2).max(2).sum(1).min())
+
+
+def test_small_plans_are_near_the_best_of_all() -> None:
+    generator = np.random.default_rng(0)
+    excess: list[float] = []
+    while len(excess) < 50:
+        lengths = generator.integers(1, 21, int(generator.integers(4, 8))).tolist()
+        plan = plan_microbatches(lengths, max_tokens=20, num_ranks=2, cost=lambda n: n * (1 + n / 10))
+        if plan.num_microbatches <= 2:
+            best = best_of_all_plans(lengths, 20, plan.num_microbatches, lambda n: n * (1 + n / 10))
+            found = sum(max(slot) for slot in zip(*plan.costs, strict=True))
+            assert found >= best * (1 - 1e-12)
+            excess.append(found / best - 1)
+    assert np.mean(np.array(excess) < 1e-9) >= 0.9
+    assert np.mean(excess) <= 0.005
+
+
+def test_a_wrong_plan_is_seen() -> None:
+    plan = plan_microbatches([6, 6, 6, 2, 2, 2], max_tokens=8, num_ranks=2)
+    check_plan(plan, 6, 2)
+    moved = [[list(slot) for slot in rank] for rank in plan.ranks]
+    moved[0][1], moved[0][0] = [], moved[0][0] + moved[0][1]
+    doubled = [[list(slot) for slot in rank] for rank in plan.ranks]
+    doubled[0][0].append(doubled[1][0][0])
+    for wrong in (moved, doubled, plan.ranks[:1], [plan.ranks[0], plan.ranks[1][:1]]):
+        with pytest.raises(AssertionError):
+            check_plan(replace(plan, ranks=wrong), 6, 2)
+
+
 def test_the_plan_is_the_same_in_every_process() -> None:
     code = (
         "import json, agentrl as arl; from agentrl.plan.configs import find_model\n"
@@ -224,8 +262,9 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="length at index 1"):
         plan_microbatches([3, 0], max_tokens=8)
     for name in ("max_tokens", "num_ranks", "min_microbatches", "multiple_of"):
+        arguments: dict[str, Any] = {"max_tokens": 8, name: 0}
         with pytest.raises(ValueError, match=name):
-            plan_microbatches([3], **{"max_tokens": 8, name: 0})
+            plan_microbatches([3], **arguments)
     with pytest.raises(ValueError, match="objective"):
         plan_microbatches([3], max_tokens=8, objective="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overflow"):
