@@ -10,8 +10,9 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer")),
-    "curriculum": (0, ("pass_rate", "sampler")),
+    "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer",
+                "programs", "demonstrations")),
+    "curriculum": (0, ("pass_rate", "rules", "table", "sampler")),
     "plan": (
         0,
         ("gpus", "models", "configs", "roofline", "engine", "calibrate", "workload", "rollout", "memory",
@@ -20,8 +21,9 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "report": (0, ("figures", "html")),
     "data": (
         1,
-        ("trajectory", "storage", "importers", "collate", "advantages", "weights", "lengths", "bins",
-         "prefix_tree", "packing", "sequence_cost", "atoms", "balance", "microbatch"),
+        ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
+         "collate", "advantages", "weights", "lengths", "bins", "prefix_tree", "packing",
+         "sequence_cost", "atoms", "balance", "microbatch"),
     ),
     "ops": (
         2,
@@ -35,7 +37,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("config", "budget", "distributed", "checkpoint", "metrics", "step", "evaluate", "loop", "base",
          "run"),
     ),
-    "diagnose": (6, ("verify", "analyze")),
+    "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),
 }  # fmt: skip
 TORCH_FREE = ("gym", "curriculum", "plan", "report")

@@ -83,8 +83,9 @@ class _Player:
         changed = 0  # the line that the last attempt left changed; 0 for none
         for _, line, text in attempts:
             if changed not in (0, line):
-                self._act(f"{EDIT} {changed} {lines[changed - 1].strip()}")
-            self._act(f"{EDIT} {line} {text}")
+                self._act(f"{EDIT} {changed} {lines[changed - 1]}")
+            indentation = lines[line - 1][: -len(lines[line - 1].lstrip())]
+            self._act(f"{EDIT} {line} {indentation}{text}")
             changed = line
             if hasty:
                 return

@@ -3,15 +3,18 @@
 # B demonstrations of a batch, T padded width
 
 import hashlib
+import importlib.util
 import json
 import math
 import os
+import platform
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,7 +27,11 @@ from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.ops.log_probs import selected_log_probs
 from agentrl.rollout.decode import threads_for
 
-_FORMAT = 1  # raise when the demonstrations, the model or the training change in a way no other key shows
+# Modules whose source decides what the supervised start becomes; their text is part of the cache's key.
+_SOURCES = (
+    *("agentrl.gym.tasks", "agentrl.gym.env", "agentrl.gym.tokenizer", "agentrl.gym.programs"),
+    *("agentrl.gym.demonstrations", "agentrl.models.tiny", "agentrl.ops.attention", "agentrl.train.base"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,22 +89,76 @@ def _learning_rate(step: int, cfg: BaseConfig) -> float:
     return cfg.lr * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / cfg.num_steps)))
 
 
-def train_base(tok: Tokenizer, cfg: BaseConfig) -> TinyAgent:
+def make_rl_base(
+    tok: Tokenizer,
+    cfg: BaseConfig | None = None,
+    *,
+    cache_dir: Path | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> TinyAgent:
+    """The supervised TinyAgent to start RL from: trained at the first call, then read from the cache.
+
+    It can play BugFix but is far from perfect. The cache stands in `cache_dir` (default: `agentrl` in the
+    user's cache folder) under a key of everything that decides the result: the configuration, the vocabulary,
+    the sources, torch's version and the processor. A damaged cache file is replaced. `on_step(step, num_steps)`
+    hears of progress while training.
+    """
+    cfg = cfg or BaseConfig()
+    path = (cache_dir or default_cache_dir()) / f"base-{cache_key(tok, cfg)}.safetensors"
+    model = _new_model(tok, cfg)
+    if path.exists():
+        try:
+            model.load_state_dict(load_file(path))
+        except (SafetensorError, RuntimeError):  # cut short or not ours: train it again
+            path.unlink()
+        else:
+            return model
+    model = train_base(tok, cfg, on_step=on_step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.part")
+    save_file(model.state_dict(), aside)
+    aside.replace(path)
+    return model
+
+
+def default_cache_dir() -> Path:
+    """`agentrl` in the folder where this user's programs keep what they can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
+
+
+def cache_key(tok: Tokenizer, cfg: BaseConfig) -> str:
+    """A digest of everything that decides what `train_base` gives."""
+    digest = hashlib.sha256()
+    machine = (torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine())
+    digest.update(json.dumps([asdict(cfg), tok.vocabulary, machine]).encode())
+    for name in _SOURCES:
+        spec = importlib.util.find_spec(name)
+        assert spec and spec.origin
+        digest.update(Path(spec.origin).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _new_model(tok: Tokenizer, cfg: BaseConfig) -> TinyAgent:
+    shape = TinyConfig(
+        vocab_size=len(tok),
+        width=cfg.width,
+        num_layers=cfg.num_layers,
+        num_heads=cfg.num_heads,
+        max_positions=cfg.max_tokens,
+        init_seed=cfg.seed,
+    )
+    return TinyAgent(shape)
+
+
+def train_base(
+    tok: Tokenizer, cfg: BaseConfig, *, on_step: Callable[[int, int], None] | None = None
+) -> TinyAgent:
     """Train the supervised start from scratch: the same result for the same arguments on the same machine."""
     names = {task.name for task in make_tasks()}
     assert names.isdisjoint(NAMES), "generated programs must not bear a task's name"
     demos = demonstrations(cfg.seed, cfg.num_demonstrations, task_shapes(), cfg.demos)
     data = [encoded(demo, tok, cfg.max_tokens) for demo in demos]
-    model = TinyAgent(
-        TinyConfig(
-            vocab_size=len(tok),
-            width=cfg.width,
-            num_layers=cfg.num_layers,
-            num_heads=cfg.num_heads,
-            max_positions=cfg.max_tokens,
-            init_seed=cfg.seed,
-        )
-    )
+    model = _new_model(tok, cfg)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=True
     )
@@ -109,6 +170,8 @@ def train_base(tok: Tokenizer, cfg: BaseConfig) -> TinyAgent:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            if on_step:
+                on_step(step + 1, cfg.num_steps)
     return model
 
 
