@@ -18,7 +18,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.importers": ("import_trajectories",),
     "data.prefix_tree": ("prefix_forest", "split_tree"),
     "data.packing": ("pack_lengths", "pack_sequences", "unpack"),
-    "data.microbatch": ("token_budget_batches",),
+    "data.sequence_cost": ("attention_cost",),
+    "data.microbatch": ("plan_microbatches", "token_budget_batches"),
     "data.collate": ("collate", "pad_rows"),
     "data.advantages": ("compute_advantages",),
     "ops.log_probs": (
@@ -33,6 +34,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "models.scoring": ("sequence_log_probs", "packed_logits", "packed_log_probs"),
     "rollout.episode": ("sample_groups", "sample_step"),
     "train.config": ("RLConfig", "RunConfig"),
+    "train.budget": ("suggest_max_tokens",),
     "train.step": ("rl_update",),
     "train.evaluate": ("behavior_stats", "evaluate"),
     "train.loop": ("train_rl",),
