@@ -19,10 +19,10 @@ from agentrl.gym.tasks import Task
 class DemoConfig:
     """How skilful the demonstrations are, as probabilities."""
 
-    submit_unseen: float = 0.15  # submits at once
-    look_and_submit: float = 0.2  # views, perhaps runs, and submits
+    submit_unseen: float = 0.22  # submits at once
+    look_and_submit: float = 0.18  # views, perhaps runs, and submits
     hasty: float = 0.2  # edits once and submits without running
-    give_up: float = 0.15  # after each failed attempt, submits as it is
+    give_up: float = 0.25  # after each failed attempt, submits as it is
     start_anywhere: float = 0.2  # the sweep starts at a random rewrite instead of the first
     max_turns: int = 16
 
