@@ -25,6 +25,7 @@ FAMILIES = (
     *("comparison", "off_by_one", "operator", "variable", "initial", "negation"),
     *("swapped", "return", "logic", "builtin", "constant", "update"),
 )
+_HARD = ("swapped", "return", "variable")  # twice as often: their repairs take the most practice
 
 Tokens = list[str]
 Rewrite = tuple[str, Tokens]  # (family of bugs, the line's tokens after the rewrite)
@@ -94,14 +95,14 @@ def rewrites(line: str, names: Sequence[str]) -> list[Rewrite]:
         before, after = tokens[:i], tokens[i + 1 :]
         last = before[-1] if before else ""
         binary = token not in ("+", "-", "*") or _is_operand(last)
+        if token == "-" and binary:
+            found.extend(_swapped_operands(tokens, i))
         if token in _SWAP and binary:
             found.extend((family, [*before, other, *after]) for family, other in _SWAP[token])
         if token == "not":
             found.append(("negation", [*before, *after]))
         if token == "in" and last != "not" and tokens[0] != "for":
             found.append(("negation", [*before, "not", *tokens[i:]]))
-        if token == "-" and binary:
-            found.extend(_swapped_operands(tokens, i))
         if token in ("0", "1") and tokens[1:2] == ["="] and len(tokens) == 3:
             found.append(("initial", [*before, "10"[int(token)], *after]))
         if token in ("0", "1") and last in ("==", "!="):
@@ -355,7 +356,7 @@ def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Pro
     Mutants that no visible case tells from the correct function are dropped, and so is every program whose
     canonical form is in `forbidden`.
     """
-    family = rng.choice(FAMILIES)
+    family = rng.choice((*FAMILIES, *_HARD))
     while True:
         program = make_program(rng)
         options = [o for o in all_rewrites(program.source, program.variables()) if o[0] == family]
