@@ -48,7 +48,7 @@ make_venv() {
     rm -rf "$venv"
     if "$python" -m venv --without-pip "$venv" >/dev/null 2>&1; then
         mark_unfinished
-        for other in "$python" python3 "${PIPX_PYTHON:-python}"; do
+        for other in "$python" python3 python; do
             if "$other" -m pip --python "$venv/bin/python" install -q pip >/dev/null 2>&1; then
                 return
             fi
@@ -98,7 +98,7 @@ version=$(sed -n 's/^torch==//p' constraints.txt)
 echo "installing torch $version"
 pip "torch==$version"
 echo "installing agentrl${extras:+ with the extras $extras}"
-pip setuptools
+pip --upgrade setuptools
 pip --no-build-isolation --editable ".${extras:+[$extras]}"
 
 rm "$unfinished"
