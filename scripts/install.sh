@@ -41,33 +41,29 @@ has_pip() {
     "$1" -m pip --version >/dev/null 2>&1
 }
 
+begin() {
+    mkdir -p "$venv"
+    touch "$unfinished"
+}
+
 # Debian's Python comes without ensurepip, which venv needs, and its pip is a package of its own.
 make_venv() {
     python=$(find_python)
+    begin
     "$python" -m venv "$venv" >/dev/null 2>&1 && has_pip "$venv/bin/python" && return
-    rm -rf "$venv"
     if "$python" -m venv --without-pip "$venv" >/dev/null 2>&1; then
-        mark_unfinished
         for other in "$python" python3 python; do
-            if "$other" -m pip --python "$venv/bin/python" install -q pip >/dev/null 2>&1; then
-                return
-            fi
+            "$other" -m pip --python "$venv/bin/python" install -qq pip >/dev/null 2>&1 && return
         done
-        rm -rf "$venv"
     fi
     package=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        echo "install: $python cannot make environments; installing $package"
-        { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q "$package"; } \
-            >/dev/null || die "apt-get could not install $package, without which $python makes no environment"
-        "$python" -m venv "$venv" && return
+        echo "$python cannot make environments; installing $package"
+        if apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null; then
+            "$python" -m venv --clear "$venv" && begin && return
+        fi
     fi
-    rm -rf "$venv"
     die "$python cannot make environments; install $package (Debian, Ubuntu: sudo apt-get install $package)"
-}
-
-mark_unfinished() {
-    mkdir -p "$venv" && touch "$unfinished"
 }
 
 # One install at a time: a second make waits here, and then finds the stamp.
@@ -79,13 +75,13 @@ if [ -e "$stamp" ] && [ -z "$(find pyproject.toml constraints.txt scripts/instal
     exit 0
 fi
 
-if [ -e "$unfinished" ]; then
-    rm -rf "$venv"
-fi
-if ! has_pip "$venv/bin/python" || ! is_python "$venv/bin/python"; then
+[ ! -e "$unfinished" ] || rm -rf "$venv"
+if [ ! -e "$venv" ]; then
     make_venv
+elif ! has_pip "$venv/bin/python" || ! is_python "$venv/bin/python"; then
+    die "$venv holds no Python 3.11 or later with pip; remove it (make clean) and try again"
 fi
-mark_unfinished
+begin
 
 # --no-compile: Python compiles what is imported; compiling all of torch takes longer than that ever saves.
 pip() {
