@@ -98,4 +98,4 @@ pip --upgrade setuptools
 pip --no-build-isolation --editable ".${extras:+[$extras]}"
 
 rm "$unfinished"
-touch "$stamp"
+touch "$venv/.installed" "$stamp"  # whatever the extras, it is all there
