@@ -36,7 +36,7 @@ demo: $(INSTALLED)
 	if $(BIN)/agentrl report --help >/dev/null 2>&1; then $(BIN)/agentrl report $$run; fi
 
 test: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest -q $(PYTEST)
+	@$(BIN)/python -m pytest -q -n 2 $(PYTEST)
 
 lint: $(INSTALLED_DEV)
 	@$(BIN)/ruff check

@@ -59,9 +59,9 @@ make_venv() {
     package=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         echo "$python cannot make environments; installing $package"
-        if apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null; then
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get update -qq && apt-get -o DPkg::Lock::Timeout=300 install -y -qq "$package" >/dev/null &&
             "$python" -m venv --clear "$venv" && begin && return
-        fi
     fi
     die "$python cannot make environments; install $package (Debian, Ubuntu: sudo apt-get install $package)"
 }
