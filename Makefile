@@ -26,8 +26,8 @@ install: $(INSTALLED)
 $(INSTALLED): $(REQUIREMENTS)
 	@scripts/install.sh $@
 
-# After the smaller one, never beside it.
-$(INSTALLED_DEV): $(INSTALLED)
+# It makes the other stamp too; where both are wanted at once, the script lets one wait.
+$(INSTALLED_DEV): $(REQUIREMENTS)
 	@scripts/install.sh $@ dev
 
 demo: $(INSTALLED)
