@@ -39,9 +39,11 @@ test: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -q -n 2 $(PYTEST)
 
 lint: $(INSTALLED_DEV)
-	@$(BIN)/ruff check
-	@$(BIN)/ruff format --check
-	@$(BIN)/pyright
+	@failed=0; \
+	$(BIN)/ruff check || failed=1; \
+	$(BIN)/ruff format --check || failed=1; \
+	$(BIN)/pyright --pythonpath $(BIN)/python || failed=1; \
+	exit $$failed
 
 format: $(INSTALLED_DEV)
 	@$(BIN)/ruff check --fix
