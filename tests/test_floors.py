@@ -19,8 +19,12 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("trajectory", "storage", "importers", "collate", "advantages", "weights", "lengths", "bins",
          "prefix_tree", "packing", "microbatch"),
     ),
-    "ops": (2, ("attention", "log_probs", "losses")),
-    "models": (3, ("policy", "scoring", "tiny", "hf")),
+    "ops": (
+        2,
+        ("visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head", "log_probs",
+         "fused_loss", "losses"),
+    ),
+    "models": (3, ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "scoring", "reference")),
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,

@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 
@@ -19,6 +20,16 @@ class Head:
     bias: Tensor | None = None  # [V]
     softcap: float | None = None  # Gemma 2
     scale: float | None = None  # Cohere, Granite: multiplies the logits before the soft-cap
+
+
+def head_logits(head: Head, hidden: Tensor) -> Tensor:
+    """Full logits [..., V] of hidden [..., D]: the plain computation that the fast head is tested against."""
+    logits = hidden @ head.weight.T
+    if head.bias is not None:
+        logits = logits + head.bias
+    if head.scale is not None:
+        logits = logits * head.scale
+    return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
 
 
 class KVCache(Protocol):

@@ -1,9 +1,22 @@
-"""Log-probabilities of given tokens."""
+"""Log-probabilities of given tokens: three plain references, and the head that never holds the logits.
 
-# V vocabulary
+The full logits of N tokens take N * V floats, at a vocabulary of 151,936 more than most models.
+`action_log_probs` walks them in tiles of a few megabytes: forward keeps one log-sum-exp a token, backward
+recomputes each tile and turns it into its gradient in place.
+"""
+
+# N action tokens, V vocabulary, D width, B trajectories, T tokens of one
+
+from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from agentrl.ops.head_inputs import HeadInputs, read_head_inputs
+from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream
+from agentrl.ops.tiles import LogitPrecision
 
 
 def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
@@ -14,3 +27,223 @@ def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return torch.log_softmax(wide, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+
+
+def chunked_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int = 1024) -> Tensor:
+    """Log-probs (nats) [B, T] of ids [B, T] under hidden [B, T, D] @ weight [V, D].T, in chunks of tokens.
+
+    Without gradients, only one chunk's logits exist at a time; with them, autograd keeps every chunk's.
+
+    >>> chunked_log_probs(torch.zeros(1, 3, 2), torch.ones(4, 2), torch.tensor([[0, 1, 3]]), 2)
+    tensor([[-1.3863, -1.3863, -1.3863]])
+    """
+    return _in_chunks(_chunk_log_probs, hidden, weight, ids, chunk_size)
+
+
+def checkpointed_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int = 1024) -> Tensor:
+    """`chunked_log_probs` whose chunks are recomputed in backward: flat memory for one more forward.
+
+    >>> checkpointed_log_probs(torch.zeros(1, 3, 2), torch.ones(4, 2), torch.tensor([[0, 1, 3]]), 2)
+    tensor([[-1.3863, -1.3863, -1.3863]])
+    """
+
+    def recomputed(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+        return checkpoint(_chunk_log_probs, hidden, weight, ids, use_reentrant=False)
+
+    return _in_chunks(recomputed, hidden, weight, ids, chunk_size)
+
+
+def _chunk_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return selected_log_probs(hidden @ weight.T, ids)
+
+
+def _in_chunks(score: Any, hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -> Tensor:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    if hidden.shape[:-1] != ids.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"wanted hidden [..., D], weight [V, D] and ids [...]; got {tuple(hidden.shape)}, "
+            f"{tuple(weight.shape)} and {tuple(ids.shape)}"
+        )
+    flat, flat_ids = hidden.flatten(0, -2), ids.flatten()
+    parts = [
+        score(flat[start : start + chunk_size], weight, flat_ids[start : start + chunk_size])
+        for start in range(0, max(1, len(flat_ids)), chunk_size)
+    ]
+    return torch.cat(parts).view(ids.shape)
+
+
+@overload
+def action_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_entropy: Literal[False] = False,
+    tile_bytes: int | None = None,
+    logits: LogitPrecision = "float32",
+    group: dist.ProcessGroup | None = None,
+) -> Tensor: ...
+@overload
+def action_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_entropy: bool,
+    tile_bytes: int | None = None,
+    logits: LogitPrecision = "float32",
+    group: dist.ProcessGroup | None = None,
+) -> Any: ...
+def action_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    return_entropy: bool = False,
+    tile_bytes: int | None = None,
+    logits: LogitPrecision = "float32",
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Log-probs (nats, float32, or float64 for float64 inputs) [N] of targets [N]; entropies [N] if asked.
+
+    With z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) / temperature, log p = z[target] -
+    lse(z) and H = -sum_v p_v log p_v, both differentiable once in hidden [N, D], weight [V, D], bias [V]
+    and a tensor `temperature` [N]. One tile of logits exists at a time (`tile_bytes`, by default 4 MiB on
+    CPU, 64 MiB on CUDA); forward keeps one log-sum-exp (and entropy) a token and backward recomputes.
+    Tokens whose upstream gradient is zero cost nothing in backward. A frozen weight costs two matrix
+    products, not four: forward then also sums d log p / d hidden, which does not depend on the upstream
+    gradient.
+
+    Where rounding remains: log-sum-exp and gradients are summed in float32. For 16-bit inputs,
+    `logits="float32"` rounds no logit to 16 bits; `"input"` does, and is faster. The factors of both gradient
+    products have 16 bits (a tile's dz is rounded, as autograd rounds it for full logits), on CPU so has each
+    tile's contribution before it is summed, and the sum is rounded once to the gradient's dtype.
+
+    `group`: each rank holds the rows [V/K, D] of a vocabulary sharded in rank order, with its part of the
+    bias, and the same hidden, targets (ids in the whole vocabulary) and upstream gradients. Log-sum-exp and
+    target logit are combined by all-reduce, so is hidden's gradient, which is complete on every rank.
+
+    Under autocast, hidden and weight are cast as nn.Linear would cast them. A weight sharded by FSDP2 is
+    gathered once, and its gradient averaged over the ranks. Raises ValueError for inputs that do not fit,
+    RuntimeError under torch.func and in a second backward.
+
+    Source of the recomputation: Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models.
+
+    >>> hidden, weight = torch.zeros(3, 2), torch.ones(4, 2)
+    >>> action_log_probs(hidden, weight, torch.tensor([0, 1, 3]))
+    tensor([-1.3863, -1.3863, -1.3863])
+    >>> action_log_probs(hidden, weight, torch.tensor([0, 1, 3]), return_entropy=True)[1]
+    tensor([1.3863, 1.3863, 1.3863])
+    """
+    inputs = read_head_inputs(
+        "action_log_probs",
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        scale=scale,
+        logits=logits,
+        tile_bytes=tile_bytes,
+        group=group,
+    )
+    log_probs, entropy = _HeadLogProbs.apply(return_entropy, torch.is_grad_enabled(), *inputs)
+    return (log_probs, entropy) if return_entropy else log_probs
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, entropy: bool, grad_enabled: bool, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        inputs = HeadInputs(*arguments)
+        ctx.set_materialize_grads(False)
+        ctx.settings = inputs.settings
+        ctx.needs = Needs(*ctx.needs_input_grad[2:6])
+        ctx.hidden_slope_known = (
+            grad_enabled and ctx.needs.only_hidden() and not entropy and inputs.settings.group is None
+        )
+        head = TiledHead(inputs)
+        with torch.autocast(inputs.hidden.device.type, enabled=False):
+            if ctx.hidden_slope_known:
+                found, slope = head.statistics_with_hidden_slope()
+                ctx.save_for_backward(slope)
+                return found.target - found.log_sum_exp(), None
+            found = head.statistics(entropy=entropy)
+        if inputs.settings.group is not None:
+            found.combine_(inputs.settings.group)
+        log_sum_exp = found.log_sum_exp()
+        entropy_value = found.entropy() if entropy else None
+        ctx.save_for_backward(*inputs[:5], log_sum_exp, entropy_value)
+        return found.target - log_sum_exp, entropy_value
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        given = [gradient for gradient in upstream if gradient is not None]
+        if not given:
+            return (None,) * 8
+        with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
+            found = _hidden_gradient(ctx, given[0]) if ctx.hidden_slope_known else _gradients(ctx, *upstream)
+        parts = (found.hidden, found.weight, found.bias, found.temperatures)
+        if torch.is_grad_enabled():
+            parts = tuple(
+                None if part is None else _Once.apply(part, torch.zeros((), requires_grad=True))
+                for part in parts
+            )
+        return None, None, *parts, None, None
+
+
+def _hidden_gradient(ctx: Any, upstream: Tensor) -> Gradients:
+    (slope,) = ctx.saved_tensors
+    gradient = torch.mul(slope, upstream[:, None], out=torch.empty_like(slope))
+    # a NaN in a token without upstream gradient stays where it is
+    return Gradients(hidden=gradient.masked_fill_((upstream == 0)[:, None], 0.0))
+
+
+def _gradients(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> Gradients:
+    *tensors, log_sum_exp, entropy = ctx.saved_tensors
+    inputs = HeadInputs(*tensors, settings=ctx.settings)
+    if logp_gradient is None:
+        logp_gradient = torch.zeros_like(log_sum_exp)
+    active = logp_gradient != 0
+    if entropy_gradient is not None:
+        active |= entropy_gradient != 0
+    rows = active.nonzero().squeeze(1)
+    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy)
+    if len(rows) == len(active):
+        found = TiledHead(inputs).gradients(upstream, ctx.needs)
+    else:
+        found = TiledHead(inputs, rows).gradients(upstream.select(rows), ctx.needs)
+    if inputs.settings.group is not None:
+        for part in (found.hidden, found.temperatures):
+            if part is not None:
+                dist.all_reduce(part, group=inputs.settings.group)
+    cast = zip((found.hidden, found.weight, found.bias, found.temperatures), tensors, strict=False)
+    return Gradients(*(None if part is None else part.to(tensor.dtype) for part, tensor in cast))
+
+
+class _Once(torch.autograd.Function):
+    """Marks a gradient that was asked for with create_graph=True: using its graph is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, anchor: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "the tiled head is differentiable once; for a second derivative use "
+            "selected_log_probs(hidden @ weight.T, targets)"
+        )

@@ -2,24 +2,19 @@
 
 # B demonstrations of a batch, T padded width
 
-import hashlib
-import json
 import math
-import os
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.gym.demonstrations import DemoConfig, Demonstration, demonstrations
 from agentrl.gym.programs import NAMES, task_shapes
 from agentrl.gym.tasks import make_tasks
 from agentrl.gym.tokenizer import Tokenizer
-from agentrl.models.scoring import head_logits
+from agentrl.models.policy import head_logits
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.ops.log_probs import selected_log_probs
 from agentrl.rollout.decode import threads_for

@@ -1,0 +1,184 @@
+"""What the tiled head computes on: its arguments, checked once, with every default resolved."""
+
+# N action tokens, V vocabulary (of this rank, where it is sharded), D width
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from agentrl.ops.tiles import CPU_TILE_BYTES, CUDA_TILE_BYTES, LogitPrecision, Precision
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """The arguments of the tiled head that are not tensors."""
+
+    temperature: float
+    softcap: float | None
+    scale: float
+    precision: Precision
+    tile_bytes: int
+    vocab_start: int  # the id of this rank's first row of the weight
+    group: dist.ProcessGroup | None  # ranks that hold the other rows of the vocabulary
+
+
+class HeadInputs(NamedTuple):
+    """The arguments of the tiled head, as an autograd.Function takes them; tensors keep their graph."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    temperatures: Tensor | None  # [N]; None where the temperature is a float
+    targets: Tensor  # [N] int64, ids in the whole vocabulary
+    settings: HeadSettings
+
+
+def read_head_inputs(
+    caller: str,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    scale: float | None,
+    logits: LogitPrecision,
+    tile_bytes: int | None,
+    group: dist.ProcessGroup | None,
+) -> HeadInputs:
+    """Check the arguments of `caller` and resolve what autocast, sharding and defaults leave open.
+
+    Raises ValueError for shapes, dtypes, devices and values that do not fit, RuntimeError under torch.func.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{caller} does not work under torch.func transforms (grad, vmap, jvp, ...): its backward is "
+            "written by hand. Use loss.backward() or torch.autograd.grad, or "
+            "selected_log_probs(hidden @ weight.T, targets)"
+        )
+    weight, bias = _gathered(weight, hidden), None if bias is None else _gathered(bias, hidden)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        to = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(to), weight.to(to)
+    _check_shapes(hidden, weight, targets, bias)
+    if logits not in ("float32", "input"):
+        raise ValueError(f"logits must be 'float32' or 'input', got {logits!r}")
+    if tile_bytes is None:
+        tile_bytes = CUDA_TILE_BYTES if kind == "cuda" else CPU_TILE_BYTES
+    if tile_bytes < 1:
+        raise ValueError(f"tile_bytes must be positive, got {tile_bytes}")
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be positive and finite, or None for no {name}; got {value}")
+    temperatures = None
+    if isinstance(temperature, Tensor):
+        temperatures, temperature = _token_temperatures(temperature, hidden), 1.0
+    elif not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(
+            f"temperature must be positive and finite, got {temperature}; greedy sampling has no log-prob"
+        )
+    vocab_start, num_vocab = _vocab_range(weight, group)
+    _check_targets(targets, num_vocab)
+    settings = HeadSettings(
+        temperature=float(temperature),
+        softcap=softcap,
+        scale=1.0 if scale is None else scale,
+        precision=Precision(hidden.dtype, hidden.device, logits),
+        tile_bytes=tile_bytes,
+        vocab_start=vocab_start,
+        group=group,
+    )
+    return HeadInputs(hidden, weight, bias, temperatures, targets, settings)
+
+
+def _gathered(tensor: Tensor, hidden: Tensor) -> Tensor:
+    """A sharded parameter (FSDP2) as one plain tensor, in hidden's dtype.
+
+    Its gradient is averaged over the shards, as FSDP2 averages those of every other parameter.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    wanted = [Replicate() if isinstance(p, Replicate) else Partial("avg") for p in tensor.placements]
+    if any(not isinstance(p, (Replicate, Shard)) for p in tensor.placements):
+        raise ValueError(
+            f"the head's weight must be sharded or replicated, got placements {tensor.placements}"
+        )
+    sharded = cast(DTensor, tensor.to(hidden.dtype))
+    return sharded.full_tensor(grad_placements=wanted)
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or targets.ndim != 1:
+        raise ValueError(
+            f"wanted hidden [N, D], weight [V, D] and targets [N]; got {tuple(hidden.shape)}, "
+            f"{tuple(weight.shape)} and {tuple(targets.shape)}; flatten rows first"
+        )
+    if hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden has width {hidden.shape[1]} but weight [V, D] has {weight.shape[1]}")
+    if hidden.shape[0] != targets.shape[0]:
+        raise ValueError(f"hidden has {hidden.shape[0]} tokens but targets has {targets.shape[0]}")
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"weight [V, D] must not be empty, got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(
+            f"bias must have shape ({weight.shape[0]},), one entry a row of weight; got {tuple(bias.shape)}"
+        )
+    if not hidden.is_floating_point() or hidden.dtype.itemsize < 2:
+        raise ValueError(f"hidden must be float64, float32, bfloat16 or float16, got {hidden.dtype}")
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them, or use torch.autocast"
+        )
+    if bias is not None and not bias.is_floating_point():
+        raise ValueError(f"bias must be floating point, got {bias.dtype}")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets must be int64 token ids, got {targets.dtype}")
+    for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"hidden is on {hidden.device} but {name} is on {tensor.device}")
+
+
+def _token_temperatures(temperature: Tensor, hidden: Tensor) -> Tensor:
+    if temperature.ndim == 0:
+        temperature = temperature.expand(hidden.shape[0])
+    if temperature.shape != hidden.shape[:1] or not temperature.is_floating_point():
+        raise ValueError(
+            f"temperature must be a number or a floating-point tensor of shape ({hidden.shape[0]},), "
+            f"one a token; got {temperature.dtype} of shape {tuple(temperature.shape)}"
+        )
+    if temperature.device != hidden.device:
+        raise ValueError(f"hidden is on {hidden.device} but temperature is on {temperature.device}")
+    wrong = ~(temperature.detach() > 0)
+    if bool(wrong.any()):
+        position = int(wrong.nonzero()[0])
+        raise ValueError(f"temperature[{position}] must be positive, got {float(temperature[position])}")
+    return temperature
+
+
+def _check_targets(targets: Tensor, num_vocab: int) -> None:
+    wrong = (targets < 0) | (targets >= num_vocab)
+    if bool(wrong.any()):
+        position = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"targets[{position}] is {int(targets[position])}, outside the vocabulary of {num_vocab} rows "
+            f"({int(wrong.sum())} of {len(targets)} are); drop ignored positions (-100) before the head"
+        )
+
+
+def _vocab_range(weight: Tensor, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """The id of this rank's first row, and the size of the whole vocabulary: shards lie in rank order."""
+    if group is None:
+        return 0, weight.shape[0]
+    sizes = [
+        torch.zeros(1, dtype=torch.int64, device=weight.device) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(sizes, torch.tensor([weight.shape[0]], device=weight.device), group=group)
+    counts = [int(size) for size in sizes]
+    return sum(counts[: dist.get_rank(group)]), sum(counts)

@@ -1,0 +1,267 @@
+"""The head in tiles: softmax statistics forward, gradients backward, never more than one tile of logits."""
+
+# N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.ops.head_inputs import HeadInputs
+from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, target_columns
+from agentrl.ops.tiles import Buffers, Factor, Grid, RowSum, Tile, product, spread_rows_
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """What backward needs of each token that takes part, all [N] in the wide dtype."""
+
+    logp: Tensor  # d loss / d log-prob
+    entropy: Tensor | None  # d loss / d entropy
+    log_sum_exp: Tensor
+    entropy_value: Tensor | None
+
+    def select(self, rows: Tensor) -> "Upstream":
+        """The same for the tokens `rows` alone."""
+        parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value)
+        return Upstream(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which inputs want a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    temperatures: bool
+
+    def only_hidden(self) -> bool:
+        """Whether the head itself is frozen."""
+        return self.hidden and not (self.weight or self.bias or self.temperatures)
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Gradients of the loss with respect to the head's inputs; None where not wanted."""
+
+    hidden: Tensor | None = None  # [N, D]; zero for tokens that take no part
+    weight: Tensor | None = None  # [V, D]
+    bias: Tensor | None = None  # [V]
+    temperatures: Tensor | None = None  # [N]
+
+
+class TiledHead:
+    """The logits [N, V] of hidden [N, D] under the head, as tiles that exist one at a time."""
+
+    def __init__(self, inputs: HeadInputs, rows: Tensor | None = None) -> None:
+        hidden, weight, bias, temperatures, targets, settings = inputs
+        self.precision = settings.precision
+        wide = self.precision.wide
+        self.vocab_start = settings.vocab_start
+        self.group = settings.group
+        self.rows = rows  # int64, ascending: the tokens that take part; None means all
+        self.buffers = Buffers(hidden.device)
+        self.hidden = Factor("hidden", hidden, rows, self.buffers)
+        self.weight = Factor("weight", weight, None, self.buffers)
+        self.targets = targets if rows is None else targets[rows]
+        logit_map = LogitMap(
+            bias=None if bias is None else bias.to(wide),
+            scale=settings.scale,
+            softcap=settings.softcap,
+            temperature=settings.temperature,
+            temperatures=None if temperatures is None else temperatures.to(wide),
+        )
+        self.logit_map = logit_map if rows is None else logit_map.select(rows)
+        self.grid = Grid.fit(
+            len(self.targets), weight.shape[0], hidden.shape[1], settings.tile_bytes, self.precision
+        )
+
+    def logits(self, tile: Tile) -> Tensor:
+        """A tile's logits [n, v] in the wide dtype; the next tile overwrites them."""
+        operands = self.precision.logit_operands
+        hidden = self.hidden.tile(tile.n0, tile.n1, operands)
+        weight = self.weight.tile(tile.v0, tile.v1, operands)
+        logits = self.buffers.take("logits", (len(hidden), len(weight)), self.precision.wide)
+        if self.precision.narrow and self.precision.logits == "input":
+            rounded = self.buffers.take("narrow", (len(hidden), len(weight)), operands)
+            logits.copy_(torch.mm(hidden, weight.T, out=rounded))
+        else:
+            product(hidden, weight.T, self.precision, out=logits)
+        return self.logit_map.apply_(logits, tile)
+
+    def statistics(self, *, entropy: bool) -> Statistics:
+        """One pass over the tiles: one matrix product."""
+        found = Statistics.empty(
+            len(self.targets), self.precision, self.hidden.source.device, entropy=entropy
+        )
+        for tile in self.grid.walk(vocab_outermost=False):
+            found.update_(self.logits(tile), self.targets, tile, self.vocab_start, self.buffers)
+        return found
+
+    def statistics_with_hidden_slope(self) -> tuple[Statistics, Tensor]:
+        """The statistics, and d log-prob / d hidden [N, D] in hidden's dtype, in the same pass: two products.
+
+        With q = exp(z - running maximum), sum_v q_v W_v is rescaled as the maximum grows and divided by
+        sum_v q_v at the end. The target stays out of the sum: (1 - p_y) W_y - sum_{v != y} p_v W_v loses
+        nothing where p_y is close to 1, W_y - sum_v p_v W_v would.
+        """
+        found = Statistics.empty(len(self.targets), self.precision, self.hidden.source.device, entropy=False)
+        slope = torch.empty_like(self.hidden.source, memory_format=torch.contiguous_format)
+        sums = RowSum(slope, self.grid.tokens, self.precision, self.buffers)
+        for tile in self.grid.walk(vocab_outermost=False):
+            logits = self.logits(tile)
+            cap = self._cap_slope(logits, tile)
+            rescale = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
+            column, here = target_columns(self.targets, tile, self.vocab_start)
+            logits.scatter_add_(1, column, -logits.gather(1, column).where(here, 0.0))
+            if cap is not None:
+                logits.mul_(cap)
+            if not tile.first_in_row:
+                sums.rows(tile.n0, tile.n1).mul_(rescale[:, None])
+            weight = self.weight.tile(tile.v0, tile.v1, self.precision.gradient_operands)
+            sums.add(tile.n0, tile.n1, self._operand(logits), weight, first=tile.first_in_row)
+            if tile.last_in_row:
+                self._finish_hidden_slope(sums, found, tile)
+        return found, slope
+
+    def _finish_hidden_slope(self, sums: RowSum, found: Statistics, tile: Tile) -> None:
+        tokens = slice(tile.n0, tile.n1)
+        total = found.sum_exp[tokens]
+        target_logit = found.target[tokens]
+        rest = -torch.expm1(target_logit - found.maximum[tokens] - total.log())
+        if self.logit_map.softcap is not None:
+            rest = rest * self.logit_map.cap_slope(target_logit[:, None], tile.n0).squeeze(1)
+        slope = self.logit_map.token_slope(tile.n0, tile.n1)
+        target_rows = self.weight.source.index_select(0, self.targets[tokens])
+        rows = sums.rows(tile.n0, tile.n1)
+        rows.mul_((-slope / total)[:, None]).addcmul_(target_rows.to(rows.dtype), (rest * slope)[:, None])
+        sums.finish(tile.n0, tile.n1)
+
+    def gradients(self, upstream: Upstream, needs: Needs) -> Gradients:
+        """Recompute the tiles and sum their gradients: one product for the logits, one for each of hidden and
+        weight."""
+        precision, num_tokens = self.precision, len(self.targets)
+        hidden, weight = self.hidden.source, self.weight.source
+        if num_tokens == 0:
+            return self._zero_gradients(needs)
+        upstream, unscale = self._sloped(upstream)
+        # A 16-bit gradient is summed in float32: one tile of the outer side, and all of the inner, so the
+        # longer.
+        vocab_outermost = needs.weight and not (
+            precision.narrow and needs.hidden and num_tokens > len(weight)
+        )
+        found = Gradients()
+        hidden_sum = weight_sum = None
+        if needs.hidden:
+            # shards of the vocabulary add up their parts before anything is rounded
+            dtype = hidden.dtype if self.group is None else precision.wide
+            found.hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
+            held = num_tokens if vocab_outermost else self.grid.tokens
+            hidden_sum = RowSum(found.hidden[:num_tokens], held, precision, self.buffers, unscale)
+        if needs.weight:
+            found.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            held = self.grid.vocab if vocab_outermost else len(weight)
+            weight_sum = RowSum(found.weight, held, precision, self.buffers, unscale)
+        if needs.bias:
+            found.bias = hidden.new_zeros(len(weight), dtype=precision.wide)
+        if needs.temperatures:
+            found.temperatures = hidden.new_zeros(num_tokens, dtype=precision.wide)
+        for tile in self.grid.walk(vocab_outermost=vocab_outermost):
+            gradient = self._tile_gradient(tile, upstream, found.temperatures)
+            if found.bias is not None:
+                found.bias[tile.v0 : tile.v1] += gradient.sum(0)
+            operand = self._operand(gradient)
+            if hidden_sum is not None:
+                factor = self.weight.tile(tile.v0, tile.v1, precision.gradient_operands)
+                hidden_sum.add(tile.n0, tile.n1, operand, factor, first=tile.first_in_row)
+                if tile.last_in_row:
+                    hidden_sum.finish(tile.n0, tile.n1)
+            if weight_sum is not None:
+                factor = self.hidden.tile(tile.n0, tile.n1, precision.gradient_operands)
+                weight_sum.add(tile.v0, tile.v1, operand.T, factor, first=tile.first_in_column)
+                if tile.last_in_column:
+                    weight_sum.finish(tile.v0, tile.v1)
+        for part in (found.bias, found.temperatures):
+            if part is not None and unscale is not None:
+                part.mul_(unscale)
+        if self.rows is not None:
+            if found.hidden is not None:
+                spread_rows_(found.hidden, self.rows)
+            if found.temperatures is not None:
+                found.temperatures = found.temperatures.new_zeros(len(hidden)).index_copy_(
+                    0, self.rows, found.temperatures
+                )
+        return found
+
+    def _zero_gradients(self, needs: Needs) -> Gradients:
+        hidden, weight = self.hidden.source, self.weight.source
+        return Gradients(
+            hidden=torch.zeros_like(hidden) if needs.hidden else None,
+            weight=torch.zeros_like(weight) if needs.weight else None,
+            bias=weight.new_zeros(len(weight)) if needs.bias else None,
+            temperatures=hidden.new_zeros(len(hidden)) if needs.temperatures else None,
+        )
+
+    def _tile_gradient(self, tile: Tile, upstream: Upstream, temperatures: Tensor | None) -> Tensor:
+        """d loss / d raw product of a tile, in place of its logits.
+
+        dz = g * 1_y - p * (g + h * (log p + H)) with g, h the upstream gradients of log-prob and entropy.
+        """
+        logits = self.logits(tile)
+        tokens = slice(tile.n0, tile.n1)
+        cap = self._cap_slope(logits, tile)
+        kept = None
+        if temperatures is not None:
+            kept = self.buffers.take("kept", logits.shape, logits.dtype).copy_(logits)
+        target_gradient = upstream.logp[tokens, None]
+        gradient = logits.sub_(upstream.log_sum_exp[tokens, None])
+        if upstream.entropy is None or upstream.entropy_value is None:
+            gradient.exp_().mul_(-target_gradient)
+        else:
+            entropy_gradient = upstream.entropy[tokens, None]
+            constant = target_gradient + entropy_gradient * upstream.entropy_value[tokens, None]
+            probability = torch.exp(gradient, out=self.buffers.take("exp", logits.shape, logits.dtype))
+            clamp_log_(gradient).mul_(-entropy_gradient).sub_(constant).mul_(probability)
+        column, here = target_columns(self.targets, tile, self.vocab_start)
+        gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
+        if kept is not None and temperatures is not None:
+            # A logit of -inf has no gradient; 0 * inf would make it NaN.
+            kept.mul_(gradient).masked_fill_(gradient == 0, 0.0)
+            temperatures[tokens].sub_(kept.sum(1), alpha=1 / self.logit_map.slope)
+        return gradient if cap is None else gradient.mul_(cap)
+
+    def _cap_slope(self, logits: Tensor, tile: Tile) -> Tensor | None:
+        if self.logit_map.softcap is None:
+            return None
+        return self.logit_map.cap_slope(
+            logits, tile.n0, out=self.buffers.take("cap", logits.shape, logits.dtype)
+        )
+
+    def _operand(self, gradient: Tensor) -> Tensor:
+        """A tile of gradients as a factor of the gradient products."""
+        dtype = self.precision.gradient_operands
+        return (
+            gradient
+            if gradient.dtype == dtype
+            else self.buffers.take("narrow", gradient.shape, dtype).copy_(gradient)
+        )
+
+    def _sloped(self, upstream: Upstream) -> tuple[Upstream, Tensor | None]:
+        """The upstream gradients times d logit / d raw product, and what to multiply sums with afterwards.
+
+        float16 ends at 6e-8, where gradients of a mean over many tokens begin: they are brought near 1,000
+        first.
+        """
+        slope = self.logit_map.token_slope(0, len(self.targets))
+        logp, entropy, unscale = upstream.logp * slope, upstream.entropy, None
+        entropy = None if entropy is None else entropy * slope
+        if self.precision.gradient_operands == torch.float16 and len(logp):
+            largest = (
+                logp.abs().amax()
+                if entropy is None
+                else torch.maximum(logp.abs().amax(), entropy.abs().amax())
+            )
+            unscale = torch.where(largest.isfinite() & (largest > 0), largest / 1024, 1.0)
+            logp, entropy = logp / unscale, None if entropy is None else entropy / unscale
+        return Upstream(logp, entropy, upstream.log_sum_exp, upstream.entropy_value), unscale

@@ -1,0 +1,234 @@
+"""Tiles of the head's [N, V] plane: their sizes, their factors in the right precision, their sums."""
+
+# N tokens, V vocabulary, D width; n, v the sides of one tile
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+LogitPrecision = Literal["float32", "input"]
+
+# A float32 tile of 1024 x 1024 stays in a CPU's caches and runs at the full matrix-product rate; a GPU needs
+# 4096 x 4096 to give every multiprocessor several blocks.
+CPU_TILE_BYTES = 4 << 20
+CUDA_TILE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Which dtype each step of the head runs in, given the inputs' dtype, their device and `logits=`."""
+
+    inputs: torch.dtype
+    device: torch.device
+    logits: LogitPrecision
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Where sums, statistics and the tile itself live: float32, or float64 for float64 inputs."""
+        return torch.float64 if self.inputs == torch.float64 else torch.float32
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the inputs have 16 bits, so that gradients are summed in float32 and cast once."""
+        return self.inputs in (torch.bfloat16, torch.float16)
+
+    @property
+    def logit_operands(self) -> torch.dtype:
+        """The dtype of the factors of a logit. On CPU, a 16-bit product cannot be written as float32, so the
+        factors are widened first, which is exact."""
+        widen = self.narrow and self.logits == "float32" and self.device.type != "cuda"
+        return self.wide if widen else self.inputs
+
+    @property
+    def gradient_operands(self) -> torch.dtype:
+        """The dtype of a gradient's factors. On CPU, a float16 product could overflow its float16 result."""
+        widen = self.inputs == torch.float16 and self.device.type != "cuda"
+        return self.wide if widen else self.inputs
+
+
+def product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
+    """Write lhs @ rhs to `out`, which has the wide dtype, rounding as little as the device allows."""
+    if lhs.dtype == out.dtype:
+        torch.mm(lhs, rhs, out=out)
+    elif precision.device.type == "cuda":
+        torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(lhs, rhs))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One tile: tokens [n0, n1) by vocabulary [v0, v1); first and last say whether it begins or ends a row
+    (all vocabulary tiles of these tokens) or a column (all token tiles of this vocabulary)."""
+
+    n0: int
+    n1: int
+    v0: int
+    v1: int
+    first_in_row: bool
+    last_in_row: bool
+    first_in_column: bool
+    last_in_column: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How [num_tokens, vocabulary] is cut: `tokens` by `vocab` at most, in tiles of nearly equal size.
+
+    >>> float32 = Precision(torch.float32, torch.device("cpu"), "float32")
+    >>> grid = Grid.fit(3000, 5000, 64, 4 << 20, float32)
+    >>> grid.tokens, grid.vocab, len(list(grid.walk(vocab_outermost=True)))
+    (1024, 1024, 15)
+    """
+
+    num_tokens: int
+    num_vocab: int
+    tokens: int
+    vocab: int
+
+    @staticmethod
+    def fit(num_tokens: int, num_vocab: int, width: int, tile_bytes: int, precision: Precision) -> "Grid":
+        """The squarest tile of at most `tile_bytes`, longer along one side where the other is short.
+
+        Copied factors, [n, D] of hidden and, for 16-bit inputs, [v, D] of the weight, stay as small as the
+        tile.
+        """
+        cells = max(1, tile_bytes // precision.wide.itemsize)
+        longest = max(1, cells // max(1, width))
+        tokens = max(1, min(num_tokens, math.isqrt(cells), longest))
+        vocab = max(1, min(num_vocab, cells // tokens, longest if precision.narrow else cells))
+        tokens = max(1, min(num_tokens, cells // vocab, longest))
+        return Grid(num_tokens, num_vocab, _even(num_tokens, tokens), _even(num_vocab, vocab))
+
+    def walk(self, *, vocab_outermost: bool) -> Iterator[Tile]:
+        """The tiles, column after column (vocabulary outermost) or row after row."""
+        rows = range(0, self.num_tokens, self.tokens)
+        columns = range(0, self.num_vocab, self.vocab)
+        order = (
+            ((n, v) for v in columns for n in rows)
+            if vocab_outermost
+            else ((n, v) for n in rows for v in columns)
+        )
+        for n, v in order:
+            n1, v1 = min(n + self.tokens, self.num_tokens), min(v + self.vocab, self.num_vocab)
+            yield Tile(n, n1, v, v1, v == 0, v1 == self.num_vocab, n == 0, n1 == self.num_tokens)
+
+
+def _even(total: int, at_most: int) -> int:
+    """A part's size: parts nearly equal, none above `at_most`, so that no thin remainder is left over."""
+    size = math.ceil(total / max(1, math.ceil(total / at_most)))
+    aligned = math.ceil(size / 64) * 64  # whole vector registers and cache lines
+    return max(1, aligned if aligned <= at_most else size)
+
+
+@dataclass(slots=True)
+class Buffers:
+    """Memory that tiles reuse: one flat buffer a name."""
+
+    device: torch.device
+    flat: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor; it shares memory with the last one of this name."""
+        size = math.prod(shape)
+        held = self.flat.get(name)
+        if held is None or held.numel() < size or held.dtype != dtype:
+            held = self.flat[name] = torch.empty(size, dtype=dtype, device=self.device)
+        return held[:size].view(*shape)
+
+
+class Factor:
+    """Rows of a factor [R, D] (hidden or weight), a tile at a time, selected and in the wanted dtype."""
+
+    def __init__(self, name: str, source: Tensor, rows: Tensor | None, buffers: Buffers) -> None:
+        self.name = name
+        self.source = source
+        self.rows = rows  # int64: which rows of the source take part; None means all
+        self.buffers = buffers
+        self.held: dict[torch.dtype, tuple[int, int, Tensor]] = {}
+
+    def tile(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Rows [start, stop) as `dtype`: a view of the source where nothing has to change."""
+        if self.rows is None and dtype == self.source.dtype:
+            return self.source[start:stop]
+        held = self.held.get(dtype)
+        if held is not None and held[:2] == (start, stop):
+            return held[2]
+        out = self.buffers.take(f"{self.name} {dtype}", (stop - start, self.source.shape[1]), dtype)
+        if self.rows is None:
+            out.copy_(self.source[start:stop])
+        elif dtype == self.source.dtype:
+            torch.index_select(self.source, 0, self.rows[start:stop], out=out)
+        else:
+            out.copy_(self.tile(start, stop, self.source.dtype))
+        self.held[dtype] = (start, stop, out)
+        return out
+
+
+class RowSum:
+    """A gradient [R, D] as a sum of products, accumulated in the wide dtype and cast once.
+
+    Wide gradients are summed where they stand. 16-bit ones are summed in a float32 buffer of `held` rows: one
+    tile where a tile's products follow each other, else all rows.
+    """
+
+    def __init__(
+        self,
+        gradient: Tensor,
+        held: int,
+        precision: Precision,
+        buffers: Buffers,
+        unscale: Tensor | None = None,
+    ) -> None:
+        self.gradient = gradient
+        self.precision = precision
+        self.buffers = buffers
+        self.unscale = unscale  # divides out the factor that kept float16 products in range
+        self.sums = gradient
+        self.all_rows = held >= gradient.shape[0]
+        if gradient.dtype != precision.wide:
+            self.sums = torch.empty(held, gradient.shape[1], dtype=precision.wide, device=gradient.device)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The running sums of rows [start, stop), in the wide dtype."""
+        whole = self.sums is self.gradient or self.all_rows
+        return self.sums[start:stop] if whole else self.sums[: stop - start]
+
+    def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool) -> None:
+        """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there."""
+        sums = self.rows(start, stop)
+        if first:
+            product(lhs, rhs, self.precision, out=sums)
+        elif lhs.dtype == sums.dtype:
+            sums.addmm_(lhs, rhs)
+        else:
+            on_cuda = self.precision.device.type == "cuda"
+            part = self.buffers.take("part", sums.shape, sums.dtype if on_cuda else lhs.dtype)
+            product(lhs, rhs, self.precision, out=part)
+            sums.add_(part)
+
+    def finish(self, start: int, stop: int) -> None:
+        """Cast rows [start, stop) to the gradient's dtype once their last product is in."""
+        if self.unscale is not None:
+            self.rows(start, stop).mul_(self.unscale)
+        if self.sums is not self.gradient:
+            self.gradient[start:stop].copy_(self.rows(start, stop))
+
+
+def spread_rows_(compact: Tensor, rows: Tensor) -> None:
+    """Move the first len(rows) rows of compact [N, D] to positions `rows` (ascending); others become zero.
+
+    Works in place, last block first: rows[i] >= i, so no block overwrites one that still has to move.
+    """
+    num_rows = len(rows)
+    compact[num_rows:].zero_()
+    block = max(1, (1 << 20) // max(1, compact.shape[1] * compact.element_size()))
+    for stop in range(num_rows, 0, -block):
+        start = max(0, stop - block)
+        moving = compact[start:stop].clone()
+        compact[start:stop].zero_()
+        compact[rows[start:stop]] = moving
