@@ -2,12 +2,17 @@
 
 # B demonstrations of a batch, T padded width
 
+import hashlib
+import json
 import math
+import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.gym.demonstrations import DemoConfig, Demonstration, demonstrations
