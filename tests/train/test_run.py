@@ -160,6 +160,15 @@ def test_a_run_learns_and_leaves_its_files(whole: Path) -> None:
     assert list(checkpoints_by_step(whole / "checkpoints")) == [8, 9]
 
 
+def test_the_toy_is_learnt(tmp_path: Path) -> None:
+    """From 5 of 32 episodes to all; with the loss's sign turned it ends at none."""
+    rl = replace(CONFIG.rl, group_size=8, prompts_per_step=3, kl_coef=0.0, lr=0.02)
+    summary = carry(tmp_path / "run", replace(CONFIG, rl=rl, steps=30, checkpoint_every=30))
+    assert summary is not None
+    assert summary["pass_rate_before"] < 0.3
+    assert summary["pass_rate_after"] > 0.9
+
+
 def test_same_seed_same_bits_and_another_seed_others(whole: Path, tmp_path: Path) -> None:
     carry(tmp_path / "again")
     assert_same_run(whole, tmp_path / "again")

@@ -176,15 +176,21 @@ class Trainer:
         self.num_steps = checkpoint.step
 
 
-def bugfix_trainer(model: Policy, tasks: Sequence[NamedTask], tok: TextTokenizer, cfg: RLConfig) -> Trainer:
-    """A trainer that plays `tasks` in the BugFix environment, drawn from all of them every step."""
+def bugfix_trainer(
+    model: Policy,
+    tasks: Sequence[NamedTask],
+    tok: TextTokenizer,
+    cfg: RLConfig,
+    curriculum: Curriculum | None = None,
+) -> Trainer:
+    """A trainer in the BugFix environment; without a curriculum, every step draws from all `tasks`."""
 
     def sample(
         policy: Policy, pool: Sequence[Any], generator: torch.Generator
     ) -> tuple[list[Trajectory], list[Trajectory]]:
         return sample_step(policy, lambda: make_env(cfg), pool, tok, cfg, generator)
 
-    return Trainer(model, cfg, AllTasks(tasks), sample, pad_id=tok.pad_id)
+    return Trainer(model, cfg, curriculum or AllTasks(tasks), sample, pad_id=tok.pad_id)
 
 
 def train_rl(
@@ -194,15 +200,17 @@ def train_rl(
     cfg: RLConfig,
     steps: int,
     *,
+    curriculum: Curriculum | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Train the model in place for `steps` steps; returns one record a step (see `Trainer.step`).
 
     Each step samples cfg.group_size episodes of cfg.prompts_per_step tasks and updates the policy from the
     groups whose rewards differ (GRPO, arXiv 2402.03300). The same seed gives the same records, seconds aside,
-    and the same weights, bit for bit. `on_step` sees each record as it comes.
+    and the same weights, bit for bit. `curriculum` decides which tasks a step may draw from (default: all of
+    `tasks`); `on_step` sees each record as it comes.
     """
-    trainer = bugfix_trainer(model, tasks, tok, cfg)
+    trainer = bugfix_trainer(model, tasks, tok, cfg, curriculum)
     history: list[dict[str, Any]] = []
     for _ in range(steps):
         history.append(trainer.step())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -61,7 +62,7 @@ class Max:
 
 
 class MetricsLog:
-    """A file of one JSON record a line, each with its `step`, flushed as it is written."""
+    """A file of one JSON record a line, each with its `step`, on disk as soon as it is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,6 +71,8 @@ class MetricsLog:
         """Write one record; a reader sees whole lines only, save the one a crash cut off."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint that is on disk has all its records there
 
     def read(self) -> list[dict[str, Any]]:
         """The records, without a last line that a crash cut off.
@@ -98,6 +101,7 @@ class MetricsLog:
         kept = [record for record in self.read() if record["step"] <= step]
         if [record["step"] for record in kept] != list(range(1, step + 1)):
             raise ValueError(f"{self.path} does not hold steps 1 to {step}, one record each; it is damaged")
-        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-        write_atomically(self.path, lines.encode())
+        if self.path.exists():
+            lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+            write_atomically(self.path, lines.encode())
         return kept
