@@ -16,7 +16,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "report": (0, ("figures", "html")),
     "data": (
         1,
-        ("trajectory", "storage", "importers", "collate", "advantages", "weights", "lengths", "bins",
+        ("trajectory", "storage", "importers", "lengths", "collate", "advantages", "weights", "bins",
          "prefix_tree", "packing", "microbatch"),
     ),
     "ops": (

@@ -18,6 +18,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.microbatch": ("token_budget_batches",),
     "data.collate": ("collate", "pad_rows"),
     "data.advantages": ("compute_advantages",),
+    "data.weights": ("Denominators", "microbatch_weight_distortion", "token_weights"),
     "ops.log_probs": (
         "selected_log_probs",
         "chunked_log_probs",
