@@ -28,7 +28,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
-        ("config", "distributed", "checkpoint", "metrics", "step", "evaluate", "loop", "base", "run"),
+        ("config", "distributed", "checkpoint", "metrics", "rows", "step", "evaluate", "loop", "base", "run"),
     ),
     "diagnose": (6, ("verify", "analyze")),
     "cli": (7, ()),

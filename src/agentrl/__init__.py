@@ -29,7 +29,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "models.scoring": ("sequence_log_probs", "packed_logits", "packed_log_probs"),
     "rollout.episode": ("sample_groups", "sample_step"),
     "train.config": ("RLConfig", "RunConfig"),
-    "train.step": ("rl_update",),
+    "train.step": ("accumulate", "rl_update"),
     "train.evaluate": ("behavior_stats", "evaluate"),
     "train.loop": ("train_rl",),
     "train.base": ("make_rl_base",),

@@ -127,6 +127,20 @@ def packed_log_probs(policy: Policy | nn.Module, packed: PackedBatch, temperatur
 
     The head is applied to the N hidden states that predict an action and to no others.
     """
+    return _head_scores(policy, packed, temperature, return_entropy=False)
+
+
+def packed_scores(
+    policy: Policy | nn.Module, packed: PackedBatch, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) in nats, both [N], as `packed_log_probs`; the entropies carry no gradient."""
+    logp, entropy = _head_scores(policy, packed, temperature, return_entropy=True)
+    return logp, entropy.detach()
+
+
+def _head_scores(
+    policy: Policy | nn.Module, packed: PackedBatch, temperature: float, return_entropy: bool
+) -> Any:
     policy = as_policy(policy)
     hidden = action_hidden(policy, packed)
     head = policy.head()
@@ -138,4 +152,5 @@ def packed_log_probs(policy: Policy | nn.Module, packed: PackedBatch, temperatur
         temperature=temperature,
         softcap=head.softcap,
         scale=head.scale,
+        return_entropy=return_entropy,
     )

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import tomli_w
@@ -16,6 +16,9 @@ import tyro
 
 from agentrl.data.advantages import ADVANTAGES
 from agentrl.data.weights import check_mode
+
+# How the trajectories of a microbatch become rows; see train/rows.
+Packing = Literal["packed", "tree", "padded"]
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
@@ -65,6 +68,10 @@ class RLConfig:
     """Passes over a step's trajectories."""
     num_minibatches: int = 2
     """Optimizer steps a pass."""
+    packing: Packing = "packed"
+    """Rows without padding, or with shared prefixes computed once, or padded: the slow reference."""
+    microbatch_tokens: int = 4096
+    """Positions that are computed at once, at most; any value gives the same gradient."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; inf turns it off."""
 
@@ -85,6 +92,14 @@ class RLConfig:
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "at least 0 and finite")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
+        packings = get_args(Packing)
+        _require(self.packing in packings, "packing", self.packing, f"one of {', '.join(packings)}")
+        _require(
+            self.microbatch_tokens >= self.max_tokens,
+            "microbatch_tokens",
+            self.microbatch_tokens,
+            f"at least max_tokens ({self.max_tokens}), the longest trajectory",
+        )
         _require(self.max_tokens >= 2, "max_tokens", self.max_tokens, "at least 2, a prompt and an action")
         _require(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "between 0 and 1")
         _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "positive")

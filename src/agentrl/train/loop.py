@@ -16,10 +16,10 @@ from agentrl.models.policy import Policy
 from agentrl.rollout.episode import NamedTask, TextTokenizer, sample_step
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.config import RLConfig, config_hash
-from agentrl.train.step import rl_update
+from agentrl.train.step import update_policy
 
 # What an update reports; a step without one has None instead of each.
-_UPDATE_KEYS = ("loss", "entropy", "ratio_mean", "ratio_max", "clip_frac", "grad_norm")
+_UPDATE_KEYS = ("loss", "entropy", "ratio_mean", "ratio_max", "clip_frac", "grad_norm", "distortion")
 
 # (kept, sampled): trajectories of the groups with signal, and all of them
 Sample = Callable[[Policy, Sequence[Any], torch.Generator], tuple[list[Trajectory], list[Trajectory]]]
@@ -105,7 +105,7 @@ class Trainer:
 
         `step` (from 1), `pass_rate` (mean reward), `episodes`, `tokens` (of all sampled trajectories),
         `zero_adv_frac` (share of trajectories in groups without signal), `updated`, the statistics of
-        `rl_update` with its tokens as `action_tokens`, `seconds_sampling`, `seconds_training`, and the
+        `update_policy` with its tokens as `action_tokens`, `seconds_sampling`, `seconds_training`, and the
         curriculum's figures. Without a group that has signal there is no update: `updated` is False, its
         statistics are None.
         """
@@ -133,8 +133,8 @@ class Trainer:
     def _learn(self, kept: Sequence[Trajectory]) -> dict[str, float | None]:
         batch = collate(kept, self._pad_id)
         advantages = compute_advantages(batch, self.cfg)
-        stats = rl_update(
-            self.model, self.optimizer, batch, advantages, self.cfg, self._reference, self.generator
+        stats = update_policy(
+            self.model, self.optimizer, kept, advantages, self.cfg, self._reference, self.generator
         )
         return {("action_tokens" if name == "tokens" else name): value for name, value in stats.items()}
 
