@@ -1,5 +1,6 @@
 """The BugFix environment: text in, text out. An agent views, runs, edits and submits a buggy function."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,11 @@ _MAX_SHOWN = 40  # characters of a value or an error that an observation shows
 
 VIEW, RUN, EDIT, SUBMIT = "view", "run", "edit", "submit"
 USAGE = "use view, run, edit LINE TEXT or submit"
+
+
+@functools.cache
+def _shared_sandbox() -> Sandbox:
+    return Sandbox()
 
 
 class StepResult(NamedTuple):
@@ -36,8 +42,8 @@ class BugFixEnv:
     """One episode at a time: `reset(task)` gives the prompt, `step(action)` an observation.
 
     Actions: `view` shows the numbered source; `run` runs the visible tests; `edit LINE TEXT` replaces a line,
-    keeping its indentation; `submit` ends the episode. `execute` runs code (default: a sandbox of its own,
-    started at the first run).
+    keeping its indentation; `submit` ends the episode. `execute` runs code (default: the sandbox that all
+    environments of this process share, with its cache; it starts at the first run).
     """
 
     def __init__(self, max_turns: int = 16, execute: Executor | None = None) -> None:
@@ -102,9 +108,8 @@ class BugFixEnv:
 
     def _outcomes(self, cases: Sequence[Case]) -> list[Outcome]:
         assert self._task is not None
-        if self._execute is None:
-            self._execute = Sandbox().call
-        return self._execute(self.source, self._task.name, [case.arguments for case in cases])
+        execute = self._execute or _shared_sandbox().call
+        return execute(self.source, self._task.name, [case.arguments for case in cases])
 
     def _run(self, task: Task) -> str:
         outcomes, passes = self._outcomes(task.visible), self._passes(task.visible)
