@@ -1,13 +1,15 @@
 """The gradient of an optimizer step is that of the plain full batch, however the step is split."""
 
 import copy
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from agentrl import RLConfig, Trajectory, accumulate, aggregate_loss, collate, token_weights
 from agentrl.data.weights import MODES, Denominators, step_in_parts
@@ -15,6 +17,7 @@ from agentrl.models.scoring import sequence_log_probs, sequence_scores
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.ops.losses import kl_to_reference, policy_loss
 from agentrl.train.config import Packing
+from agentrl.train.distributed import Ranks, shard_policy
 from agentrl.train.metrics import Mean
 from agentrl.train.rows import DealtPlan, TokenScores, plan_rows
 from agentrl.train.step import TokenTargets, UpdateMetrics
@@ -34,6 +37,8 @@ def tiny(seed: int = 0) -> TinyAgent:
 
 
 MODEL, REFERENCE = tiny(), tiny(1)
+# Eleven trajectories on four ranks, one of which has only dummies.
+DUMMY_RANK = DealtPlan([[[0, 3], [7, 1, 2]], [[], []], [[4, 5, 6], [8]], [[10, 9], []]])
 
 
 def make_step(count: int, seed: int) -> tuple[list[Trajectory], Tensor]:
@@ -158,8 +163,7 @@ def test_any_split_gives_the_full_batch(
 def test_every_mode_and_layout_with_a_rank_of_dummies(packing: Packing, mode: str) -> None:
     trajs, advantages = make_step(11, seed=5)
     cfg = config(mode, packing)
-    plan = DealtPlan([[[0, 3], [7, 1, 2]], [[], []], [[4, 5, 6], [8]], [[10, 9], []]])
-    check_exact(accumulated(trajs, advantages, cfg, plan), full_batch(MODEL, trajs, advantages, cfg))
+    check_exact(accumulated(trajs, advantages, cfg, DUMMY_RANK), full_batch(MODEL, trajs, advantages, cfg))
     planned = plan_rows(trajs, packing, max_tokens=32, num_ranks=3)
     assert len({len(slots) for slots in planned.ranks}) == 1
     check_exact(
@@ -301,3 +305,64 @@ def test_layouts_agree_in_float32_at_the_first_step() -> None:
     for packing in ("packed", "tree"):
         error = (grads[packing] - grads["padded"]).norm() / grads["padded"].norm()
         assert float(error) < 1e-6
+
+
+CASES: list[tuple[str, Packing, bool]] = [
+    *((mode, "packed", False) for mode in sorted(MODES)),
+    ("grpo", "tree", True),
+    ("token_mean", "padded", True),
+]
+
+
+def test_four_processes_give_the_full_batch(in_ranks: Any) -> None:
+    """Sharded over four gloo processes, one of which has only dummies."""
+    trajs, advantages = make_step(11, seed=5)
+    shares = [[t for t in trajs if int(t.group) % 4 == rank] for rank in range(4)]  # the last is empty
+
+    def on_rank(ranks: Ranks) -> list[Any]:
+        assert Denominators.of(shares[ranks.rank]).all_reduced() == Denominators.of(trajs)
+        results: list[Any] = []
+        models: dict[bool, TinyAgent] = {}
+        for mode, packing, recompute in CASES:
+            if recompute not in models:
+                models[recompute] = copy.deepcopy(MODEL)
+                shard_policy(models[recompute], checkpoint_activations=recompute)
+            model, cfg = models[recompute], config(mode, packing)
+            model.zero_grad()
+            own = accumulate(model, trajs, advantages, cfg, DUMMY_RANK, rank=ranks.rank, reference=REFERENCE)
+            metrics = sum(ranks.gather(own), start=UpdateMetrics())
+            grads = [cast(DTensor, p.grad).full_tensor().flatten() for p in model.parameters()]
+            results.append((torch.cat(grads).tolist(), metrics))
+        return results
+
+    for results in in_ranks(4, on_rank):
+        for (mode, packing, _), (grads, metrics) in zip(CASES, results, strict=True):
+            want = full_batch(MODEL, trajs, advantages, config(mode, packing))
+            check_exact((torch.tensor(grads, dtype=torch.float64), metrics), want)
+
+
+def test_a_sharded_hugging_face_model_gives_the_full_batch(in_ranks: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    from agentrl.models.hf import HFPolicy
+
+    shape = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    policy = HFPolicy(transformers.Qwen3ForCausalLM(shape).double())
+    trajs, advantages = make_step(7, seed=5)
+    plan = DealtPlan([[[0, 3], [1, 2, 6]], [[4, 5], []]])
+    cfg = RLConfig(packing="packed", loss_mode="grpo")
+    alone = copy.deepcopy(policy)
+    accumulate(alone, trajs, advantages, replace(cfg, packing="padded"), DealtPlan([[list(range(7))]]))
+    want = torch.cat([cast(Tensor, p.grad).flatten() for p in alone.parameters()])
+
+    def on_rank(ranks: Ranks) -> list[float]:
+        shard_policy(policy)
+        accumulate(policy, trajs, advantages, cfg, plan, rank=ranks.rank)
+        grads = [cast(DTensor, p.grad).full_tensor().flatten() for p in policy.parameters()]
+        return torch.cat(grads).tolist()
+
+    for grads in in_ranks(2, on_rank):
+        assert float((torch.tensor(grads, dtype=torch.float64) - want).norm() / want.norm()) < 1e-10

@@ -178,7 +178,8 @@ def sample_step(
     """(kept, sampled): groups of cfg.prompts_per_step tasks drawn from the pool without replacement.
 
     With `share`, only the groups that it picks of the count it is given, as one of several ranks does: those
-    of all ranks together are what one rank alone samples. A smaller pool is taken whole. `kept` leaves out groups without signal: those whose rewards are all equal.
+    of all ranks together are what one rank alone samples. A smaller pool is taken whole. `kept` leaves out
+    groups without signal: those whose rewards are all equal.
     Raises ValueError where the pool is empty.
     """
     if not pool:

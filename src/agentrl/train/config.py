@@ -131,6 +131,10 @@ class RunConfig:
     """CPU threads of one operation; small models are fastest with one."""
     device: str = "cpu"
     """Where the model computes: cpu, cuda, cuda:1, ..."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What layers compute in; weights, gradients and moments are float32."""
+    checkpoint_activations: bool = False
+    """Keep only each layer's input and recompute the rest in backward: less memory, a third more work."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "steps", self.steps, "at least 0")

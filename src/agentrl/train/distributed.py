@@ -1,5 +1,6 @@
 """Ranks: the processes that train together, and one policy sharded over them."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -35,7 +37,13 @@ def contact(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
+        signs = (
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Broken pipe",
+            "Timed out",
+            "timeout",
+        )
         if isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in signs):
             raise RankLost(
                 f"rank {rank} lost contact with another rank, which has probably died or run out of memory; "
@@ -88,17 +96,28 @@ class Ranks:
 ONE_RANK = Ranks()
 
 
+def own_device(name: str) -> torch.device:
+    """The device of this process: under torchrun, `cuda` means the one with the process's local rank."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None and dist.is_torchelastic_launched():
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return device
+
+
 @contextmanager
 def process_group(device: torch.device, timeout: timedelta = timedelta(minutes=30)) -> Iterator[Ranks]:
     """The ranks that torchrun started, connected while the block runs; one rank without torchrun.
 
     Communication goes over gloo, and for CUDA tensors over nccl.
     """
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:

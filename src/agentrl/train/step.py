@@ -177,8 +177,9 @@ def accumulate(
     return metrics
 
 
-# One token that nobody sampled: it has no action token, so its loss is an empty sum.
-_DUMMY = Trajectory(torch.zeros(1, dtype=torch.int64), torch.zeros(0), torch.zeros(0), reward=0.0)
+# Tokens that nobody sampled, so that the loss is an empty sum. Two, since attention over a single one has no
+# use for queries and keys: their weights would get no gradient, and ranks that reduce them wait for each other.
+_DUMMY = Trajectory(torch.zeros(2, dtype=torch.int64), torch.zeros(1), torch.zeros(1), reward=0.0)
 
 
 def _largest_distortion(trajs: Sequence[Trajectory], plan: Plan) -> float:
