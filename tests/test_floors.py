@@ -10,9 +10,14 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer")),
+    "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer",
+                "programs", "demonstrations")),
     "curriculum": (0, ("pass_rate", "sampler")),
-    "plan": (0, ("gpus", "models", "roofline", "memory", "hours")),
+    "plan": (
+        0,
+        ("gpus", "models", "configs", "roofline", "engine", "calibrate", "workload", "rollout", "memory",
+         "hours", "advice"),
+    ),
     "report": (0, ("figures", "html")),
     "data": (
         1,

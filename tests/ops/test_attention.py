@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,37 @@ def test_flex_forward_agrees_on_cpu(window, softcap) -> None:
         got = attention(q, k, v, positions, until, window=window, softcap=softcap, backend="flex")
     want = attention(q, k, v, positions, until, window=window, softcap=softcap, backend="dense")
     torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+def listed_blocks(counts: Tensor, indices: Tensor) -> Tensor:
+    """Which key blocks [R, q, k] a BlockMask lists for each query block."""
+    listed = torch.zeros(indices[:, 0].shape, dtype=torch.bool)
+    for r, q in np.ndindex(*listed.shape[:2]):
+        listed[r, q, indices[r, 0, q, : int(counts[r, 0, q])].long()] = True
+    return listed
+
+
+@pytest.mark.parametrize("window", [None, 400])
+@pytest.mark.parametrize("length", [640, 700])
+def test_flex_blocks_cover_what_is_read_and_call_full_only_what_is(length: int, window: int | None) -> None:
+    rng_positions, rng_until = forests(4, 3, length, num_padding=30)
+    flat = torch.arange(length) // 300 * 300
+    positions = torch.cat([rng_positions, (torch.arange(length) - flat)[None], torch.arange(length)[None]])
+    until = torch.cat([rng_until, (flat + 300).clamp(max=length)[None], torch.full((1, length), length)])
+    mask: Any = attention_module._plan("flex", positions, until, window, 8)
+    exact = torch.nn.functional.pad(
+        dense_mask(positions, until, window), (0, -length % 128, 0, -length % 128)
+    )
+    tiles = exact.unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+    some, every = tiles.any(4).any(2), tiles.all(4).all(2)
+    full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
+    assert full.any()
+    assert not (full & partial).any()
+    assert not (full & ~every).any()
+    assert not (some & ~(full | partial)).any()
+    if window is None:  # in flat rows no block is listed in vain
+        assert torch.equal((full | partial)[3:], some[3:])
 
 
 @pytest.mark.gpu

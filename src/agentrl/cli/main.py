@@ -9,6 +9,7 @@ import agentrl
 COMMANDS: dict[str, str] = {
     "train": "train an agent to fix bugs, or continue a run",
     "eval": "evaluate the model of a run",
+    "plan": "what a run will cost: GPU-hours, memory, and what would save most",
 }
 
 

@@ -1,8 +1,9 @@
 """Demonstrations: generated programs, played in the real environment by a player of mixed skill.
 
-The player may be hasty (submits unseen or unchecked), may give up, or sweeps: it tries a repair, runs the
-tests, puts the line back when it moves on, and submits when they pass. Its repairs are sometimes the right one
-and otherwise some bug-like rewrite, so that an imitator knows how to play but is far from perfect.
+The player sweeps: line by line it tries the bug-like rewrites of a line, runs the tests after each, puts the
+line back when it moves on, and submits when they pass. It does not know where the bug is, so what an imitator
+learns is a method, which holds for functions that it has never seen. But the player is often hasty (submits
+unseen or unchecked) and often gives up: that is what reinforcement learning can mend.
 """
 
 import random
@@ -16,20 +17,19 @@ from agentrl.gym.tasks import Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoConfig:
-    """How skilful the demonstrations are: probabilities, all of them of the player, not of the task."""
+    """How skilful the demonstrations are, as probabilities."""
 
-    submit_unseen: float = 0.05
-    look_and_submit: float = 0.06
-    hasty: float = 0.30  # edits once and submits without running
-    know: float = 0.4  # each attempt is the right repair with this probability
-    give_up: float = 0.12  # after each failed attempt
-    stay: float = 0.6  # the next attempt is on the same line, where one is left
+    submit_unseen: float = 0.15  # submits at once
+    look_and_submit: float = 0.2  # views, perhaps runs, and submits
+    hasty: float = 0.2  # edits once and submits without running
+    give_up: float = 0.15  # after each failed attempt, submits as it is
+    start_anywhere: float = 0.2  # the sweep starts at a random rewrite instead of the first
     max_turns: int = 16
 
 
 @dataclass(slots=True)
 class Demonstration:
-    """One episode: text that the environment said, and actions of the player, in turn."""
+    """One episode: what the environment said and what the player did, in turn."""
 
     prompt: str
     actions: list[str] = field(default_factory=list)
@@ -38,67 +38,58 @@ class Demonstration:
 
 
 def demonstrations(seed: int, count: int, forbidden: frozenset[str], cfg: DemoConfig) -> Iterator[Demonstration]:
-    """`count` demonstrations, the same for the same seed."""
+    """`count` demonstrations, the same for the same arguments; see `programs.make_buggy` for `forbidden`."""
     rng = random.Random(seed)
     env = BugFixEnv(cfg.max_turns, run_trusted)
     for _ in range(count):
-        task, program, line, repair = make_buggy(rng, forbidden)
-        yield _play(rng, env, cfg, task, program, line, repair)
+        task, program = make_buggy(rng, forbidden)
+        yield _Player(rng, env, cfg, task).play(program)
 
 
-def _play(
-    rng: random.Random, env: BugFixEnv, cfg: DemoConfig, task: Task, program: Program, line: int, repair: str
-) -> Demonstration:
-    demo = Demonstration(env.reset(task))
+class _Player:
+    """Plays one episode and writes it down."""
 
-    def act(action: str) -> str:
-        result = env.step(action)
-        demo.actions.append(action)
-        demo.reward = result.reward
-        if not result.done:
-            demo.observations.append(result.observation)
+    def __init__(self, rng: random.Random, env: BugFixEnv, cfg: DemoConfig, task: Task) -> None:
+        self.rng, self.env, self.cfg, self.task = rng, env, cfg, task
+        self.demo = Demonstration(env.reset(task))
+
+    def play(self, program: Program) -> Demonstration:
+        cfg, style = self.cfg, self.rng.random()
+        if style >= cfg.submit_unseen:
+            self._act(VIEW)
+            if style < cfg.submit_unseen + cfg.look_and_submit:
+                if self.rng.random() < 0.5:
+                    self._act(RUN)
+            else:
+                self._sweep(program, style < cfg.submit_unseen + cfg.look_and_submit + cfg.hasty)
+        self._act(SUBMIT)
+        return self.demo
+
+    def _act(self, action: str) -> str:
+        result = self.env.step(action)
+        self.demo.actions.append(action)
+        if result.done:
+            self.demo.reward = result.reward
+        else:
+            self.demo.observations.append(result.observation)
         return result.observation
 
-    style = rng.random()
-    if style >= cfg.submit_unseen:
-        act(VIEW)
-        style -= cfg.submit_unseen
-        if style >= cfg.look_and_submit:
-            hasty = style - cfg.look_and_submit < cfg.hasty
-            _sweep(rng, act, cfg, task, program, (line, repair), hasty)
-        elif rng.random() < 0.5:
-            act(RUN)
-    if len(demo.observations) == len(demo.actions):
-        act(SUBMIT)
-    return demo
-
-
-def _sweep(rng, act, cfg, task, program, answer, hasty) -> None:
-    options = [(number, text) for _, number, text in all_rewrites(task.source, program.variables())]
-    lines = task.source.split("\n")
-    left = [option for option in options if option != answer]
-    edited = 0  # the line that a failed attempt left changed; 0 for none
-    num_turns = 1
-    known = False
-    while True:
-        if not known and (rng.random() < cfg.know or not left):
-            known = True
-            number, text = answer
-        elif left:
-            number, text = left[0]
-            if rng.random() > cfg.stay: number, text = rng.choice(left)
-            left.remove((number, text))
-        else:
-            return
-        if edited not in (0, number):
-            act(f"{EDIT} {edited} {lines[edited - 1].strip()}")
-            num_turns += 1
-        act(f"{EDIT} {number} {text}")
-        num_turns += 1
-        edited = number
-        if hasty:
-            return
-        observation = act(RUN)
-        num_turns += 1
-        if ":" not in observation or rng.random() < cfg.give_up or num_turns + 5 > cfg.max_turns:
-            return
+    def _sweep(self, program: Program, hasty: bool) -> None:
+        attempts = all_rewrites(self.task.source, program.variables())
+        if self.rng.random() < self.cfg.start_anywhere:
+            start = self.rng.randrange(len(attempts))
+            attempts = attempts[start:] + attempts[:start]
+        lines = self.task.source.split("\n")
+        changed = 0  # the line that the last attempt left changed; 0 for none
+        for _, line, text in attempts:
+            if changed not in (0, line):
+                self._act(f"{EDIT} {changed} {lines[changed - 1]}")
+            indentation = lines[line - 1][: -len(lines[line - 1].lstrip())]
+            self._act(f"{EDIT} {line} {indentation}{text}")
+            changed = line
+            if hasty:
+                return
+            passed = ":" not in self._act(RUN)
+            turns_left = self.cfg.max_turns - len(self.demo.actions)
+            if passed or turns_left < 4 or self.rng.random() < self.cfg.give_up:
+                return

@@ -19,6 +19,10 @@ from agentrl.gym.tasks import Case, Task, copied, make_tasks
 
 NAMES = tuple("fghpqrstuvw")  # function names of generated programs; no task and no variable has one of them
 NUM_CASES = 4
+FAMILIES = (
+    *("comparison", "off_by_one", "operator", "variable", "initial", "negation"),
+    *("swapped", "return", "logic", "builtin", "constant", "update"),
+)
 
 Tokens = list[str]
 Rewrite = tuple[str, Tokens]  # (family of bugs, the line's tokens after the rewrite)
@@ -101,7 +105,8 @@ def rewrites(line: str, names: Sequence[str]) -> list[Rewrite]:
         if token in ("0", "1") and last in ("==", "!="):
             found.append(("constant", [*before, "10"[int(token)], *after]))
         if token in names and last in ("+", "-", "*") and not after and len(tokens) > 3:
-            found.extend(("variable", [*before, name]) for name in names if name not in (token, tokens[0]))
+            others = [name for name in names if name not in (token, before[-2], tokens[0])]
+            found.extend(("variable", [*before, name]) for name in others[:3])
         if token == ")" and "range" in before and last not in ("1", ")"):
             found.append(("off_by_one", [*before, "+", "1", *tokens[i:]]))
         if token == "+" and "range" in before and after[:1] == ["1"]:
@@ -164,143 +169,115 @@ Shape = tuple[tuple[str, ...], list[str], str]
 _INDENT = "    "
 
 
-def _small(rng: random.Random) -> str:
-    return str(rng.randint(1, 3))
+_COMPARE = ("<", "<=", ">", ">=", "==", "!=")
+_ARITHMETIC = ("+", "-", "*")
 
 
 def _term(rng: random.Random, a: str, b: str) -> str:
-    op = rng.choice(["+", "-", "*", "+", "-", "*", "//", "%"])
-    if op in ("//", "%"):
-        return f"{a} {op} {rng.choice(['2', '3'])}"
     kind = rng.random()
     if kind < 0.2:
         return f"{rng.choice(['min', 'max'])}({a}, {b})"
-    return f"{a} {op} {b}" if kind < 0.65 else f"{a} {op} {_small(rng)}"
+    if kind < 0.35:
+        return f"{a} {rng.choice(['//', '%'])} 2"
+    return f"{a} {rng.choice(_ARITHMETIC)} {b}" if kind < 0.75 else f"{a} {rng.choice(_ARITHMETIC)} 2"
 
 
 def _condition(rng: random.Random, a: str, b: str) -> str:
-    op = rng.choice(["<", "<=", ">", ">=", "==", "!="])
-    kind = rng.random()
-    if kind < 0.2:
-        return f"{a} % {rng.choice(['2', '3'])} {rng.choice(['==', '!='])} {rng.choice(['0', '1'])}"
-    return f"{a} {op} {b}" if kind < 0.7 else f"{a} {op} {rng.choice(['0', '0', '1', '2'])}"
-
-
-def _pair(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.choice([("a", "b"), ("x", "y"), ("x", "k"), ("n", "k"), ("x", "lo"), ("x", "hi"), ("lo", "hi")])
-    return (a, b) if rng.random() < 0.7 else (b, a)
+    if rng.random() < 0.2:
+        return f"{a} % 2 {rng.choice(['==', '!='])} {rng.choice(['0', '1'])}"
+    return f"{a} {rng.choice(_COMPARE)} {b}"
 
 
 def _straight(rng: random.Random) -> Shape:
-    a, b = _pair(rng)
+    a, b = rng.choice([("a", "b"), ("a", "b"), ("b", "a")])
     kind = rng.random()
-    if kind < 0.3:
-        return (a, b), [f"return {_term(rng, a, b)}"], "ii"
+    if kind < 0.25:
+        return ("a", "b"), [f"return {_term(rng, a, b)}"], "ii"
     if kind < 0.45:
-        return (a, b), [f"return {a} {rng.choice('*+-')} {rng.choice([a, b])} {rng.choice('+-')} {b}"], "ii"
-    c = rng.choice(["z", "d", "total", "c"])
-    first = f"{c} = {_term(rng, a, b)}"
+        left, right = rng.choice(["a * a", "a * b", "b * b", "a * 2"]), rng.choice(["b * b", "b * a", "b * 2", "b"])
+        return ("a", "b"), [f"return {left} {rng.choice('+-')} {right}"], "ii"
+    first = f"d = {_term(rng, a, b)}"
     if kind < 0.6:
-        return (a, b), [first, f"return {c}"], "ii"
+        return ("a", "b"), [first, "return d"], "ii"
     if kind < 0.8:
-        return (a, b), [first, f"return {_term(rng, c, rng.choice([a, b]))}"], "ii"
-    e = rng.choice(["y", "e", "k"])
-    e = e if e not in (a, b) else "e"
-    last = rng.choice([f"return {c} {rng.choice('+-*')} {e}", f"return [{c}, {e}]"])
-    return (a, b), [first, f"{e} = {_term(rng, rng.choice([a, b, c]), b)}", last], "ii"
+        return ("a", "b"), [first, f"return {_term(rng, 'd', rng.choice(['a', 'b']))}"], "ii"
+    last = rng.choice([f"return d {rng.choice(_ARITHMETIC)} e", "return [d, e]"])
+    return ("a", "b"), [first, f"e = {_term(rng, b, rng.choice([a, 'd']))}", last], "ii"
 
 
 def _predicate(rng: random.Random) -> Shape:
-    a, b = _pair(rng)
     kind = rng.random()
-    if kind < 0.3:
-        return (a, b), [f"return {_condition(rng, a, b)}"], "ii"
-    if kind < 0.45:
+    if kind < 0.25:
+        return ("x", "k"), [f"return {_condition(rng, 'x', rng.choice(['k', 'k', '0', '1']))}"], "ii"
+    if kind < 0.4:
         return ("x", "items"), [f"return x {rng.choice(['in', 'not in'])} items"], "il"
-    left, right = _condition(rng, a, b), _condition(rng, b, a)
-    return (a, b), [f"return {left} {rng.choice(['and', 'or'])} {right}"], "ii"
+    logic = rng.choice(["and", "or"])
+    if kind < 0.65:
+        left, right = rng.choice(_COMPARE[:4]), rng.choice(_COMPARE[:4])
+        return ("x", "lo", "hi"), [f"return lo {left} x {logic} x {right} hi"], "iii"
+    left, right = _condition(rng, "a", rng.choice("01")), _condition(rng, "b", rng.choice("01"))
+    return ("a", "b"), [f"return {left} {logic} {right}"], "ii"
 
 
 def _branch(rng: random.Random) -> Shape:
-    a, b = _pair(rng)
-    yes, no = rng.choice([(a, b), (b, a), (_term(rng, a, b), a), (a, _term(rng, a, b)), ("1", "0"), (b, "0")])
-    return (a, b), [f"if {_condition(rng, a, b)}:", f"{_INDENT}return {yes}", f"return {no}"], "ii"
+    bound = rng.choice(["k", "lo", "hi"])
+    yes, no = rng.choice([("x", bound), (bound, "x"), ("0", "x"), (bound, "0"), (f"x - {bound}", "x"), ("1", "0")])
+    condition = _condition(rng, "x", bound)
+    return ("x", bound), [f"if {condition}:", f"{_INDENT}return {yes}", f"return {no}"], "ii"
 
 
 def _accumulate(rng: random.Random) -> Shape:
-    acc = rng.choice(["total", "count", "out", "best", "k"])
-    multiply = rng.random() < 0.3
-    op, start = ("*=", "1") if multiply else (rng.choice(["+=", "+=", "-="]), "0")
+    over_items = rng.random() < 0.5
+    v, header, parameters, kinds = (
+        ("x", "for x in items:", ("items",), "l")
+        if over_items
+        else ("i", f"for i in range({rng.choice(['n', 'n + 1', '1, n', '1, n + 1'])}):", ("n",), "i")
+    )
+    op, start = rng.choice([("+=", "0"), ("-=", "0"), ("*=", "1")])
     if rng.random() < 0.5:
-        v, parameters, kinds = "x", ("items",), "l"
-        header = "for x in items:"
-    else:
-        v, parameters, kinds = "i", ("n",), "i"
-        header = f"for i in range({rng.choice(['n', 'n + 1', '1, n', '1, n + 1'])}):"
-    other = rng.choice(["y", "b", "z"])
-    value = rng.choice([v, v, v, f"{v} + 1", f"{v} * {v}", f"{v} * 2", other])
-    if value == other:
-        parameters, kinds = (*parameters, other), kinds + "i"
-    body = [f"{acc} = {start}", header]
-    if rng.random() < 0.4:
-        bound = rng.choice(["k", "lo", "0", "1", "2"])
-        bound = "hi" if bound == acc else bound
-        if not bound.isdigit():
-            parameters, kinds = (*parameters, bound), kinds + "i"
-        value = "1" if rng.random() < 0.5 and not multiply else value
-        body += [f"{_INDENT}if {_condition(rng, v, bound)}:", f"{_INDENT * 2}{acc} {op} {value}"]
-        parameters, kinds = _used(parameters, kinds, "\n".join(body))
-    else:
-        body.append(f"{_INDENT}{acc} {op} {value}")
-    body.append(rng.choice([f"return {acc}"] * 4 + [f"return {acc} + 1", f"return {acc} * 2"]))
+        value = rng.choice([v, v, f"{v} + 1", f"{v} * 2", "a"])
+        if value == "a":
+            parameters, kinds = ("a", *parameters), f"i{kinds}"
+        return parameters, [f"total = {start}", header, f"{_INDENT}total {op} {value}", "return total"], kinds
+    condition = _condition(rng, v, rng.choice(["k", "k", "0", "1"]))
+    if "k" in condition:
+        parameters, kinds = (*parameters, "k"), f"{kinds}i"
+    acc, step = rng.choice([("count", f"count {rng.choice(['+=', '-='])} 1"), ("total", f"total {op} {v}")])
+    start = "0" if acc == "count" else start
+    body = [f"{acc} = {start}", header, f"{_INDENT}if {condition}:", f"{_INDENT * 2}{step}", f"return {acc}"]
     return parameters, body, kinds
 
 
-def _used(parameters: tuple[str, ...], kinds: str, body: str) -> tuple[tuple[str, ...], str]:
-    """The parameters that the body mentions."""
-    mentioned = set(pieces(body.replace("\n", " ")))
-    kept = [(p, k) for p, k in zip(parameters, kinds, strict=True) if p in mentioned]
-    return tuple(p for p, _ in kept), "".join(k for _, k in kept)
-
-
 def _collect(rng: random.Random) -> Shape:
-    bound = rng.choice(["k", "lo", "0", "1"])
-    parameters = ("items",) if bound.isdigit() else ("items", bound)
     value = rng.choice(["x", "x", "x + 1", "x * 2", "x - 1"])
-    condition = rng.choice([_condition(rng, "x", bound), f"x not in {rng.choice(['out', 'items'])}"])
-    body = ["out = []", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}out.append({value})"]
     if rng.random() < 0.3:
-        body = [*body[:2], f"{_INDENT}out.append({value})"]
-    parameters, kinds = _used(parameters, "l" + "i" * (len(parameters) - 1), "\n".join(body))
+        return ("items",), ["out = []", "for x in items:", f"{_INDENT}out.append({value})", "return out"], "l"
+    condition = rng.choice([_condition(rng, "x", rng.choice(["k", "0"])), f"x {rng.choice(['in', 'not in'])} out"])
+    parameters, kinds = (("items", "k"), "li") if "k" in condition else (("items",), "l")
+    body = ["out = []", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}out.append({value})"]
     return parameters, [*body, "return out"], kinds
 
 
 def _search(rng: random.Random) -> Shape:
-    best = rng.choice(["best", "k", "out"])
-    start = rng.choice(["0", "1"])
-    condition = rng.choice([f"x > {best}", f"x >= {best}", f"x % 2 == {rng.choice(['0', '1'])}", "x != 0"])
-    value = rng.choice(["x", "x", "x + 1"])
-    body = [f"{best} = {start}", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}{best} = {value}"]
-    return ("items",), [*body, f"return {best}"], "l"
+    condition = rng.choice([f"x {rng.choice(_COMPARE[:4])} best", _condition(rng, "x", "0")])
+    body = [f"best = {rng.choice('01')}", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}best = x"]
+    return ("items",), [*body, "return best"], "l"
 
 
 def _builtins(rng: random.Random) -> Shape:
     kind = rng.random()
+    f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
     if kind < 0.35:
-        f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len"])
         return ("items",), [f"return {f}(items) {rng.choice('+-')} {rng.choice([f'{g}(items)', '1'])}"], "l"
     if kind < 0.65:
-        f, g = rng.choice(["min", "max", "sum"]), rng.choice(["min", "max", "len"])
-        a, b = rng.choice([("a", "b"), ("k", "n"), ("lo", "hi"), ("x", "y")])
-        last = rng.choice([f"return {a} + {b}", f"return {a} * {b}", f"return [{a}, {b}]", f"return {b} * 2 - {a}"])
-        return ("items",), [f"{a} = {f}(items)", f"{b} = {g}(items)", last], "l"
-    a, b = _pair(rng)
-    c = rng.choice(["z", "d", "e"])
+        last = rng.choice(["return a + b", "return b - a", "return a * b", "return [a, b]"])
+        return ("items",), [f"a = {f}(items)", f"b = {g}(items)", last], "l"
     f, g = rng.choice(["min", "max"]), rng.choice(["min", "max"])
-    return (a, b), [f"{c} = {f}({a}, {_small(rng)})", f"return {g}({c}, {b})"], "ii"
+    first, second = rng.choice([("lo", "hi"), ("hi", "lo")])
+    return ("x", "lo", "hi"), [f"x = {f}(x, {first})", f"return {g}(x, {second})"], "iii"
 
 
-_SHAPES = (_straight, _predicate, _branch, _accumulate, _accumulate, _collect, _search, _builtins)
+_SHAPES = (_straight, _straight, _predicate, _branch, _accumulate, _accumulate, _collect, _search, _builtins)
 
 
 def _arguments(kinds: str) -> Callable[[random.Random], tuple[Any, ...]]:
@@ -344,19 +321,19 @@ def task_shapes() -> frozenset[str]:
     return frozenset(canonical(text) for task in make_tasks() for text in (task.source, task.fixed))
 
 
-def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Program, int, str]:
-    """A generated task, its program, the bug's line and the text that repairs it.
+def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Program]:
+    """A generated task and the program that it was made from.
 
     Mutants that no visible case tells from the correct function are dropped, and so is every program whose
     canonical form is in `forbidden`.
     """
+    family = rng.choice(FAMILIES)
     while True:
         program = make_program(rng)
-        options = all_rewrites(program.source, program.variables())
-        if canonical(program.source) in forbidden or not options:
+        options = [o for o in all_rewrites(program.source, program.variables()) if o[0] == family]
+        if not options or canonical(program.source) in forbidden:
             continue
-        family = rng.choice(sorted({family for family, _, _ in options}))
-        _, line, text = rng.choice([option for option in options if option[0] == family])
+        _, line, text = rng.choice(options)
         source = replaced(program.source, line, text)
         arguments = [program.arguments(rng) for _ in range(NUM_CASES)]
         wanted = run_trusted(program.source, program.name, arguments)
@@ -366,8 +343,7 @@ def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Pro
         if all(o.ok and same_value(o.value, w.value) for o, w in zip(got, wanted, strict=True)):
             continue
         cases = tuple(Case(a, w.value) for a, w in zip(arguments, wanted, strict=True))
-        task = Task(program.name, family, source, program.source, cases, cases)
-        return task, program, line, program.source.split("\n")[line - 1].strip()
+        return Task(program.name, family, source, program.source, cases, cases), program
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,7 +11,8 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-PAD, END, GLUE, SPACE, INDENT = "<pad>", "<end>", "<glue>", " ", "    "
+PAD, END, GLUE, SPACE = "<pad>", "<end>", "<glue>", " "
+INDENTS = ("        ", "    ")  # deepest first
 
 _OPERATORS = ("//=", "**", "//", "==", "!=", "<=", ">=", "+=", "-=", "*=", "%=", "->", "...")
 _ERRORS = (
@@ -28,6 +29,9 @@ _NAMES = (
 _CORE = re.compile("|".join([r"[A-Za-z_]+", *map(re.escape, _OPERATORS), r"[\n!-~]"]))
 _PIECE = re.compile(f"( *)({_CORE.pattern}|$)")
 _LETTERS = tuple(c for c in string.printable[:94])
+# A digit that numbers a line is another token than the same digit in code: copying a line starts from it.
+_NUMBERS = {digit: f"<line {digit}>" for digit in "123456789"}
+_DIGITS = {token: digit for digit, token in _NUMBERS.items()}
 
 _OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
 _KEYWORDS = frozenset(keyword.kwlist) - {"True", "False", "None"}
@@ -54,6 +58,7 @@ class Spacing:
     def expects_space(self, token: str) -> bool:
         """Whether a space is expected between the tokens fed so far and this one."""
         last = self._last
+        token = _DIGITS.get(token, token)
         if self._tight or self._quote or token in (SPACE, GLUE, "\n"):
             return False
         if token in ",:.;" or token in _CLOSING:
@@ -67,7 +72,8 @@ class Spacing:
     def feed(self, token: str) -> None:
         """Take note of a token that was written."""
         last = self._last
-        self._tight = token in ("\n", SPACE, GLUE, INDENT, ".") or token in _OPENING
+        token = _DIGITS.get(token, token)
+        self._tight = token in ("\n", SPACE, GLUE, *INDENTS, ".") or token in _OPENING
         if self._quote:
             self._quote = "" if token == self._quote else self._quote
         elif token in ("'", '"'):
@@ -99,14 +105,14 @@ class Tokenizer:
 
     >>> tok = Tokenizer(["clamp"])
     >>> [tok.vocabulary[i] for i in tok.encode("edit 2 return clamp(x, -10)")]
-    ['edit', '2', 'return', 'clamp', '(', 'x', ',', '-', '1', '0', ')']
+    ['edit', '<line 2>', 'return', 'clamp', '(', 'x', ',', '-', '1', '0', ')']
     >>> tok.decode(tok.encode("odd  spacing (x ,y)"))
     'odd  spacing (x ,y)'
     """
 
     def __init__(self, words: Iterable[str]) -> None:
         known = {*words, *_NAMES, *_PROSE, *_ERRORS, *_OPERATORS, *keyword.kwlist}
-        specials = (PAD, END, GLUE, SPACE, INDENT, "\n", *_LETTERS)
+        specials = (PAD, END, GLUE, SPACE, *INDENTS, "\n", *_DIGITS, *_LETTERS)
         self.vocabulary = (*specials, *sorted(known - set(specials)))
         self._id_of = {token: i for i, token in enumerate(self.vocabulary)}
         self.pad_id = self._id_of[PAD]
@@ -124,11 +130,15 @@ class Tokenizer:
         tokens: list[str] = []
         spacing = Spacing()
         end = 0
+        last = "\n"
         for match in _PIECE.finditer(text):
             if match.start() != end:
                 break
             end = match.end()
             core = match[2]
+            if last in ("\n", "edit") and core in _NUMBERS and not text[end : end + 1].isdigit():
+                core = _NUMBERS[core]
+            last = match[2]
             for i, token in enumerate([core] if core in self._id_of or not core else core):
                 self._place(tokens, spacing, len(match[1]) if i == 0 else 0, token)
         if end != len(text):
@@ -137,15 +147,15 @@ class Tokenizer:
 
     def _place(self, tokens: list[str], spacing: Spacing, num_spaces: int, token: str) -> None:
         """Append a token that follows num_spaces spaces; an empty token stands for the end of the text."""
-        num_indents, rest = divmod(num_spaces, len(INDENT))
-        pieces = [INDENT] * num_indents + [token] * bool(token)
-        if not pieces:
-            pieces_before, first = [SPACE] * rest, ""
-        else:
-            first = pieces[0]
-            expected = spacing.expects_space(first)
-            pieces_before = [] if rest == expected else [SPACE] * rest or [GLUE]
-        for piece in [*pieces_before, *pieces]:
+        pieces: list[str] = []
+        rest = num_spaces
+        for indent in INDENTS:
+            count, rest = divmod(rest, len(indent))
+            pieces += [indent] * count
+        pieces += [token] * bool(token)
+        expected = bool(pieces) and spacing.expects_space(pieces[0])
+        gap = [] if rest == expected else [SPACE] * rest or [GLUE]
+        for piece in [*gap, *pieces]:
             tokens.append(piece)
             spacing.feed(piece)
 
@@ -160,7 +170,7 @@ class Tokenizer:
             if spacing.expects_space(token):
                 parts.append(" ")
             if token != GLUE:
-                parts.append(token)
+                parts.append(_DIGITS.get(token, token))
             spacing.feed(token)
         return "".join(parts)
 

@@ -19,6 +19,8 @@ from agentrl.ops.visibility import (
     plans_of,
 )
 
+FLEX_BLOCK = 128  # tokens a block of FlexAttention's BlockMask
+
 Backend = Literal["auto", "segments", "dense", "flex"]
 
 
@@ -167,14 +169,36 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _block_mask(position_ids: Tensor, visible_until: Tensor, window: int | None) -> object:
-    from torch.nn.attention.flex_attention import create_block_mask
+    """FlexAttention's BlockMask, from the extremes of each block of tokens: no [L, L] mask is ever made."""
+    from torch.nn.attention.flex_attention import BlockMask
 
     def reads(row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j <= i) & (i < visible_until[row, j])
         return seen if window is None else seen & (position_ids[row, i] - position_ids[row, j] < window)
 
-    num_rows, length = visible_until.shape
-    return create_block_mask(reads, num_rows, None, length, length, device=visible_until.device)
+    length = visible_until.shape[1]
+    padding = -length % FLEX_BLOCK
+    until = F.pad(visible_until, (0, padding)).unflatten(1, (-1, FLEX_BLOCK))  # what pads is read by nobody
+    places = F.pad(position_ids, (0, padding)).unflatten(1, (-1, FLEX_BLOCK))
+    num_blocks = until.shape[1]
+    first = torch.arange(num_blocks, device=until.device) * FLEX_BLOCK
+    last = first + FLEX_BLOCK - 1
+    # [R, query blocks, key blocks]: whether some pair may be seen (the rule decides within), whether all are.
+    some = (first[None, :] <= last[:, None]) & (until.amax(2)[:, None, :] > first[:, None])
+    every = (last[None, :] <= first[:, None]) & (until.amin(2)[:, None, :] > last[:, None])
+    if window is not None:
+        low, high = places.amin(2), places.amax(2)
+        some &= low[:, :, None] - high[:, None, :] < window
+        every &= high[:, :, None] - low[:, None, :] < window
+    some &= ~every
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+    return BlockMask.from_kv_blocks(
+        *listed(some), *listed(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=reads, seq_lengths=(length, length)
+    )
 
 
 def _by_flex(

@@ -3,15 +3,18 @@
 # B demonstrations of a batch, T padded width
 
 import hashlib
+import importlib.util
 import json
 import math
 import os
+import platform
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,7 +27,11 @@ from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.ops.log_probs import selected_log_probs
 from agentrl.rollout.decode import threads_for
 
-_FORMAT = 1  # raise when the demonstrations, the model or the training change in a way no other key shows
+# Modules whose source decides what the supervised start becomes; their text is part of the cache's key.
+_SOURCES = (
+    *("agentrl.gym.tasks", "agentrl.gym.env", "agentrl.gym.tokenizer", "agentrl.gym.programs"),
+    *("agentrl.gym.demonstrations", "agentrl.models.tiny", "agentrl.ops.attention", "agentrl.train.base"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +45,7 @@ class BaseConfig:
     lr: float = 4e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
+    observation_weight: float = 0.3  # of a token that the environment says, beside 1 for an action token
     max_tokens: int = 256
     width: int = 64
     num_layers: int = 4
@@ -81,40 +89,102 @@ def _learning_rate(step: int, cfg: BaseConfig) -> float:
     return cfg.lr * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / cfg.num_steps)))
 
 
-def train_base(tok: Tokenizer, cfg: BaseConfig) -> TinyAgent:
+def make_rl_base(
+    tok: Tokenizer,
+    cfg: BaseConfig | None = None,
+    *,
+    cache_dir: Path | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> TinyAgent:
+    """The supervised TinyAgent to start RL from: trained at the first call, then read from the cache.
+
+    It can play BugFix but is far from perfect. The cache stands in `cache_dir` (default: `agentrl` in the
+    user's cache folder) under a key of everything that decides the result: the configuration, the vocabulary,
+    the sources, torch's version and the processor. A damaged cache file is replaced. `on_step(step, num_steps)`
+    hears of progress while training.
+    """
+    cfg = cfg or BaseConfig()
+    path = (cache_dir or default_cache_dir()) / f"base-{cache_key(tok, cfg)}.safetensors"
+    model = _new_model(tok, cfg)
+    if path.exists():
+        try:
+            model.load_state_dict(load_file(path))
+        except (SafetensorError, RuntimeError):  # cut short or not ours: train it again
+            path.unlink()
+        else:
+            return model
+    model = train_base(tok, cfg, on_step=on_step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.part")
+    save_file(model.state_dict(), aside)
+    aside.replace(path)
+    return model
+
+
+def default_cache_dir() -> Path:
+    """`agentrl` in the folder where this user's programs keep what they can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
+
+
+def cache_key(tok: Tokenizer, cfg: BaseConfig) -> str:
+    """A digest of everything that decides what `train_base` gives."""
+    digest = hashlib.sha256()
+    machine = (torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine())
+    digest.update(json.dumps([asdict(cfg), tok.vocabulary, machine]).encode())
+    for name in _SOURCES:
+        spec = importlib.util.find_spec(name)
+        assert spec and spec.origin
+        digest.update(Path(spec.origin).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _new_model(tok: Tokenizer, cfg: BaseConfig) -> TinyAgent:
+    shape = TinyConfig(
+        vocab_size=len(tok),
+        width=cfg.width,
+        num_layers=cfg.num_layers,
+        num_heads=cfg.num_heads,
+        max_positions=cfg.max_tokens,
+        init_seed=cfg.seed,
+    )
+    return TinyAgent(shape)
+
+
+def train_base(
+    tok: Tokenizer, cfg: BaseConfig, *, on_step: Callable[[int, int], None] | None = None
+) -> TinyAgent:
     """Train the supervised start from scratch: the same result for the same arguments on the same machine."""
     names = {task.name for task in make_tasks()}
     assert names.isdisjoint(NAMES), "generated programs must not bear a task's name"
     demos = demonstrations(cfg.seed, cfg.num_demonstrations, task_shapes(), cfg.demos)
     data = [encoded(demo, tok, cfg.max_tokens) for demo in demos]
-    model = TinyAgent(
-        TinyConfig(
-            vocab_size=len(tok),
-            width=cfg.width,
-            num_layers=cfg.num_layers,
-            num_heads=cfg.num_heads,
-            max_positions=cfg.max_tokens,
-            init_seed=cfg.seed,
-        )
-    )
+    model = _new_model(tok, cfg)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=True
     )
     with threads_for(model):
         for step, members in enumerate(_batches([len(ids) for ids, _ in data], cfg)):
             optimizer.param_groups[0]["lr"] = _learning_rate(step, cfg)
-            loss = _loss(model, [data[i] for i in members], tok.pad_id)
+            loss = _loss(model, [data[i] for i in members], cfg, tok.pad_id)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            if on_step:
+                on_step(step + 1, cfg.num_steps)
     return model
 
 
-def _loss(model: TinyAgent, members: Sequence[tuple[Tensor, Tensor]], pad_id: int) -> Tensor:
+def _loss(model: TinyAgent, members: Sequence[tuple[Tensor, Tensor]], cfg: BaseConfig, pad_id: int) -> Tensor:
+    """Mean loss of the action tokens, plus observation_weight times that of the observations.
+
+    Reading along teaches where names repeat, which is what copying a line needs.
+    """
     ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in members], batch_first=True, padding_value=pad_id)
     is_action = torch.nn.utils.rnn.pad_sequence([mask for _, mask in members], batch_first=True)[:, 1:]
+    is_real = ids[:, 1:] != pad_id
     position_ids = torch.arange(ids.shape[1]).expand_as(ids)
     hidden = model.hidden_states(ids, position_ids, torch.full_like(ids, ids.shape[1]))
-    logits = head_logits(model.head(), hidden[:, :-1][is_action])
-    return -selected_log_probs(logits, ids[:, 1:][is_action]).mean()
+    logp = selected_log_probs(head_logits(model.head(), hidden[:, :-1][is_real]), ids[:, 1:][is_real])
+    acted = is_action[is_real]
+    return -logp[acted].mean() - cfg.observation_weight * logp[~acted].mean()

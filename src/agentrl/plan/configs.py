@@ -1,0 +1,209 @@
+"""Model shapes from a Hugging Face `config.json`: the built-in table (`models.json`), a path, or the hub."""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from agentrl.plan.models import Experts, LatentAttention, LinearAttention, ModelShape
+
+Config = Mapping[str, Any]
+
+_TABLE = Path(__file__).with_name("models.json")
+_ENDINGS = ("-instruct", "-base", "-it", "-pt")  # trained differently, shaped the same
+# a config with one of these has layers whose cost this file does not know
+_UNKNOWN_PARTS = ("ssm_cfg", "ssm_state_size", "mamba_d_state", "state_size", "conv_L_cache",
+                  "linear_attn_config", "index_topk", "compress_ratios", "encoder_layers")  # fmt: skip
+_WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3")
+_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")
+
+
+def shape_from_config(config: Config, name: str = "config.json") -> ModelShape:
+    """The shape that a Hugging Face model configuration describes.
+
+    Raises ValueError, naming the key, where one is missing or describes layers that the planner does not
+    know.
+
+    >>> tiny = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+    ...         "intermediate_size": 16, "vocab_size": 10}
+    >>> shape_from_config(tiny).kv_bytes_per_token()
+    64.0
+    """
+    if isinstance(config.get("text_config"), dict):  # vision models keep the language model's shape inside
+        config = {"model_type": config.get("model_type", ""), **cast(dict[str, Any], config["text_config"])}
+    for key in _UNKNOWN_PARTS:
+        if config.get(key):
+            raise ValueError(f"{name}: {key!r} means layers that the planner does not know")
+    num_heads = _integer(config, "num_attention_heads", name)
+    width = _integer(config, "hidden_size", name)
+    kinds = _layer_kinds(config, name)
+    experts = _experts(config, len(kinds), name)
+    return ModelShape(
+        name=name,
+        width=width,
+        vocab_size=_integer(config, "vocab_size", name),
+        num_heads=num_heads,
+        num_kv_heads=_integer(config, "num_key_value_heads", name, num_heads),
+        head_dim=_integer(config, "head_dim", name, width // num_heads),
+        num_full_layers=kinds.count("full_attention"),
+        num_window_layers=kinds.count("sliding_attention"),
+        window=int(config.get("sliding_window") or 0),
+        num_linear_layers=kinds.count("linear_attention"),
+        ffn_width=int(config.get("intermediate_size") or 0),
+        tied_head=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT)),
+        attention_gate=bool(config.get("attn_output_gate", False)),
+        latent=_latent(config, name),
+        linear=_linear(config, name) if "linear_attention" in kinds else None,
+        experts=experts,
+    )
+
+
+def _integer(config: Config, key: str, name: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _layer_kinds(config: Config, name: str) -> list[str]:
+    num_layers = _integer(config, "num_hidden_layers", name)
+    model_type = str(config.get("model_type", ""))
+    if isinstance(config.get("layer_types"), list):
+        kinds = [str(kind) for kind in cast(list[object], config["layer_types"])]
+        unknown = sorted({*kinds} - {"full_attention", "sliding_attention", "linear_attention"})
+        if unknown or len(kinds) != num_layers:
+            raise ValueError(
+                f"{name}: {len(kinds)} layer_types for {num_layers} layers, unknown kinds {unknown}"
+            )
+        return kinds
+    if config.get("full_attention_interval"):
+        every, other = _integer(config, "full_attention_interval", name), "linear_attention"
+    elif model_type in ("gemma2", "gpt_oss"):
+        every, other = 2, "sliding_attention"
+    elif model_type in ("gemma3", "gemma3_text"):
+        every, other = _integer(config, "sliding_window_pattern", name, 6), "sliding_attention"
+    elif model_type in _WINDOWED_THROUGHOUT and config.get("sliding_window"):
+        every, other = num_layers + 1, "sliding_attention"
+    elif config.get("use_sliding_window") and config.get("sliding_window"):
+        first = int(config.get("max_window_layers") or 0)
+        return ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    else:
+        return ["full_attention"] * num_layers
+    return ["full_attention" if (i + 1) % every == 0 else other for i in range(num_layers)]
+
+
+def _experts(config: Config, num_layers: int, name: str) -> Experts | None:
+    num_experts = next(
+        (int(config[k]) for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), 0
+    )
+    if num_experts == 0:
+        return None
+    width = int(config.get("moe_intermediate_size") or 0) or _integer(config, "intermediate_size", name)
+    first = int(config.get("first_k_dense_replace") or 0)
+    step = int(config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1)
+    only = cast(list[int], config.get("mlp_only_layers") or [])
+    dense = {*only, *range(first)}
+    shared = int(config.get("shared_expert_intermediate_size") or 0)
+    return Experts(
+        num_layers=sum(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        num_experts=num_experts,
+        experts_per_token=_integer(config, "num_experts_per_tok", name),
+        width=width,
+        shared_width=shared or int(config.get("n_shared_experts") or 0) * width,
+    )
+
+
+def _latent(config: Config, name: str) -> LatentAttention | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    return LatentAttention(
+        kv_rank=_integer(config, "kv_lora_rank", name),
+        rope_dim=_integer(config, "qk_rope_head_dim", name),
+        nope_dim=_integer(config, "qk_nope_head_dim", name),
+        value_dim=_integer(config, "v_head_dim", name),
+        q_rank=int(config.get("q_lora_rank") or 0),
+    )
+
+
+def _linear(config: Config, name: str) -> LinearAttention:
+    return LinearAttention(
+        num_key_heads=_integer(config, "linear_num_key_heads", name),
+        num_value_heads=_integer(config, "linear_num_value_heads", name),
+        key_dim=_integer(config, "linear_key_head_dim", name),
+        value_dim=_integer(config, "linear_value_head_dim", name),
+        conv_kernel=_integer(config, "linear_conv_kernel_dim", name, 4),
+        state_bytes=2 if config.get("mamba_ssm_dtype") == "bfloat16" else 4,
+    )
+
+
+def built_in_models() -> dict[str, ModelShape]:
+    """The well-known models by their hub name."""
+    found: dict[str, ModelShape] = {}
+    for name, entry in json.loads(_TABLE.read_text(encoding="utf-8")).items():
+        found[name] = _with_card(shape_from_config(entry["config"], name), entry.get("card_parameters"))
+    return found
+
+
+def _with_card(shape: ModelShape, card_parameters: float | None) -> ModelShape:
+    return replace(shape, card_parameters=card_parameters)
+
+
+def fetch_config(name: str) -> str:
+    """Text of a hub model's `config.json`; URLError where the hub or the model is out of reach."""
+    import urllib.request  # slow to load, and rarely needed
+
+    url = f"https://huggingface.co/{name}/resolve/main/config.json"
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return answer.read().decode()
+
+
+def find_model(name: str, fetch: Callable[[str], str] = fetch_config) -> ModelShape:
+    """The shape of a built-in model (without organisation, -Instruct or -Base too), of a path, or of the hub.
+
+    Raises ValueError with the nearest built-in name where `name` is none of them, or its config is not
+    understood.
+
+    >>> find_model("Qwen3-8B").kv_bytes_per_token()
+    147456.0
+    """
+    table = built_in_models()
+    by_key = {
+        key: shape for known, shape in table.items() for key in (_key(known), _key(known.split("/")[1]))
+    }
+    if _key(name) in by_key:
+        return by_key[_key(name)]
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    why = ""
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        try:
+            return _parse(fetch(name), name)
+        except OSError as error:
+            why = f" on the hub ({error})"
+    nearest = difflib.get_close_matches(_key(name), by_key, n=1, cutoff=0.4)
+    known = by_key[nearest[0]].name if nearest else next(iter(table))
+    raise ValueError(f"no model {name!r}{why}; did you mean {known!r}? (or give the path of a config.json)")
+
+
+def _parse(text: str, name: str) -> ModelShape:
+    try:
+        config: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{name} must hold a JSON object, got {type(config).__name__}")
+    return shape_from_config(cast(dict[str, Any], config), name)
+
+
+def _key(name: str) -> str:
+    key = name.lower()
+    for ending in _ENDINGS:
+        key = key.removesuffix(ending)
+    return key

@@ -1,0 +1,148 @@
+"""An inference engine on GPUs: what a decode step and a prefill take, and how many sequences its cache holds.
+
+The first-order roofline takes bytes over bandwidth. The calibrated one adds what an engine measurably costs:
+
+    step = step_seconds + b * sequence_seconds
+         + max(bytes / (bandwidth_share * B), FLOPs / (compute_share * P))
+
+for b sequences on a GPU with B bytes/s and P FLOP/s; prefill runs at compute_share * P and holds up the
+decode steps that it shares the GPU with. The four constants are fitted to measurements (`calibrate`).
+"""
+
+import math
+from dataclasses import dataclass
+
+from agentrl.plan.gpus import Gpu
+from agentrl.plan.models import ModelShape, check_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConstants:
+    """What one engine version costs beyond the roofline; assumed to hold for other GPUs and models too."""
+
+    name: str  # engine and version, and what it was measured on
+    step_seconds: float  # fixed time of a decode step: scheduling, launches, sampling
+    sequence_seconds: float  # time that each sequence of a step adds
+    bandwidth_share: float  # share of the peak memory bandwidth that decoding reaches
+    compute_share: float  # share of the peak arithmetic that prefill reaches
+    overhead_bytes: float = 0.0  # memory of the runtime outside weights and cache
+    memory_utilization: float = 0.9  # share of the GPU's memory that the engine takes
+
+    def __post_init__(self) -> None:
+        check_positive(
+            step_seconds=self.step_seconds,
+            sequence_seconds=self.sequence_seconds,
+            bandwidth_share=self.bandwidth_share,
+            compute_share=self.compute_share,
+            memory_utilization=self.memory_utilization,
+        )
+        if self.memory_utilization > 1 or self.overhead_bytes < 0:
+            raise ValueError(
+                "memory_utilization must be at most 1 and overhead_bytes at least 0, "
+                f"got {self.memory_utilization} and {self.overhead_bytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One replica of a model on `tensor_parallel` GPUs.
+
+    Raises ValueError where the weights leave no room for a cache.
+    """
+
+    shape: ModelShape
+    gpu: Gpu
+    constants: EngineConstants
+    tensor_parallel: int = 1
+    weight_bytes_each: float = 2.0
+    kv_bytes_each: float = 2.0  # bytes a cached number; a cache four times smaller is a quarter of it
+    allreduce_seconds: float = 1e-5  # one all-reduce; a layer has two with tensor parallelism
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
+        check_positive(weight_bytes_each=self.weight_bytes_each, kv_bytes_each=self.kv_bytes_each)
+        if self.allreduce_seconds < 0:
+            raise ValueError(f"allreduce_seconds must not be negative, got {self.allreduce_seconds}")
+        if self.pool_bytes <= 0:
+            have = self.tensor_parallel * self.gpu.memory_bytes * self.constants.memory_utilization / 1e9
+            weights = self.shape.weight_bytes(self.weight_bytes_each) / 1e9
+            raise ValueError(
+                f"{self.shape.name} does not fit: {weights:.1f} GB of weights leave no cache in the "
+                f"{have:.1f} GB that an engine takes of {self.tensor_parallel} x {self.gpu.name}; raise "
+                f"--tensor-parallel (up to --gpus), or use --weight-bits 8"
+            )
+
+    @property
+    def pool_bytes(self) -> float:
+        """Bytes left for the cache, over the replica's GPUs."""
+        usable = self.gpu.memory_bytes * self.constants.memory_utilization - self.constants.overhead_bytes
+        return usable * self.tensor_parallel - self.shape.weight_bytes(self.weight_bytes_each)
+
+    @property
+    def _kv_copies(self) -> float:
+        # a rank cannot hold less than one key-value head, and every rank holds the whole latent
+        heads = 1 if self.shape.latent is not None else self.shape.num_kv_heads
+        return max(1.0, self.tensor_parallel / heads)
+
+    def sequence_bytes(self, context: float) -> float:
+        """Bytes of the pool that a sequence of `context` tokens takes, with its copies on several GPUs."""
+        return self.shape.sequence_bytes(context, self.kv_bytes_each) * self._kv_copies
+
+    def max_sequences(self, context: float) -> float:
+        """How many sequences of `context` tokens (their mean over their life) the pool holds at a time."""
+        held = self.sequence_bytes(context)
+        return self.pool_bytes / held if held > 0 else math.inf
+
+    def decode_seconds(self, batch: float, context: float) -> float:
+        """Seconds of one decode step of `batch` sequences on `context` tokens each, without prefill."""
+        c, ways = self.constants, self.tensor_parallel
+        weights = self.shape.read_parameters(batch) * self.weight_bytes_each
+        read = (weights + batch * self.sequence_bytes(context)) / ways
+        flops = batch * (2 * self.shape.active_parameters + self.shape.decode_flops_per_token(context)) / ways
+        bound = max(
+            read / (c.bandwidth_share * self.gpu.bytes_per_second),
+            flops / (c.compute_share * self.gpu.flops_per_second),
+        )
+        reduce = 2 * self.shape.num_layers * self.allreduce_seconds if ways > 1 else 0.0
+        return c.step_seconds + bound + batch * c.sequence_seconds + reduce
+
+    def prefill_seconds_per_token(self, context: float) -> float:
+        """Seconds a prefilled token takes when it reads `context` earlier tokens on average."""
+        flops = 2 * self.shape.active_parameters + self.shape.decode_flops_per_token(context)
+        if self.shape.latent is not None:  # prefill does not absorb the projections
+            flops = self.shape.forward_flops_per_token(2 * context)
+        return flops / (self.constants.compute_share * self.gpu.flops_per_second * self.tensor_parallel)
+
+    def step_seconds(
+        self, batch: float, context: float, prefill_tokens: float, prefill_context: float
+    ) -> float:
+        """Seconds of a decode step that also prefills `prefill_tokens` tokens for each token that it
+        samples."""
+        interference = batch * prefill_tokens * self.prefill_seconds_per_token(prefill_context)
+        return self.decode_seconds(batch, context) + interference
+
+    def serving_tokens_per_second(self, prompt: int, output: int, concurrency: int) -> float:
+        """Sampled tokens a second with `concurrency` requests always open, each a prompt and then an output.
+
+        The batch is clamped to what the cache holds, the context is its mean over a request's life.
+        """
+        check_positive(prompt=prompt, output=output, concurrency=concurrency)
+        context = prompt + output / 2
+        batch = min(float(concurrency), max(1.0, self.max_sequences(context)))
+        return batch / self.step_seconds(batch, context, prompt / output, prompt / 2)
+
+
+# Fitted by benchmarks/plan.py to five of the 41 rows in tgarg01/silybench-data (derived/csv/perf_points.csv
+# at
+# 93e4887, CC BY 4.0): vLLM 0.30.0, Qwen3-8B in bfloat16, one H100 SXM. docs/plan.md has the errors on the
+# other 36.
+VLLM_0_30_0 = EngineConstants(
+    name="vLLM 0.30.0 (fitted on Qwen3-8B bf16, one H100)",
+    step_seconds=1.587e-3,
+    sequence_seconds=1.922e-5,
+    bandwidth_share=0.8599,
+    compute_share=0.6634,
+    overhead_bytes=4.993e9,
+    memory_utilization=0.9,
+)

@@ -1,0 +1,131 @@
+"""Shapes from config.json: parameter counts equal those of the real modules, other inputs give clear
+errors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.plan import configs
+from agentrl.plan.configs import find_model, shape_from_config
+
+TINY = {
+    "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "intermediate_size": 16, "vocab_size": 10,
+}  # fmt: skip
+TABLE = json.loads(Path(configs.__file__).with_name("models.json").read_text())
+# one of each architecture
+REAL = [
+    "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-27B", "Qwen/Qwen2.5-3B", "meta-llama/Llama-3.2-1B",
+    "mistralai/Mistral-Nemo-Base-2407", "google/gemma-2-9b", "google/gemma-3-1b-pt", "openai/gpt-oss-20b",
+    "microsoft/Phi-3-mini-4k-instruct", "allenai/OLMo-2-1124-7B", "deepseek-ai/DeepSeek-V3",
+    "zai-org/GLM-4.5-Air",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_parameters_equal_the_modules(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config: dict[str, Any] = {**TABLE[name]["config"], "num_hidden_layers": 4}
+    hf = transformers.AutoConfig.for_model(
+        **{k: v for k, v in config.items() if k != "full_attention_interval"}
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(hf)
+    # a tied head is one parameter; norms, biases, sinks and per-head scalars are what the planner leaves out
+    left_out = ("norm", "bias", "sinks", "A_log", "e_score")
+    counted = sum(p.numel() for n, p in model.named_parameters() if not any(word in n for word in left_out))
+    shape = shape_from_config(config, name)
+    assert shape.total_parameters == counted
+
+
+def test_layer_kinds() -> None:
+    def kinds(**more: Any) -> tuple[int, int, int]:
+        shape = shape_from_config({**TINY, **more})
+        return shape.num_full_layers, shape.num_window_layers, shape.num_linear_layers
+
+    linear = {
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 4,
+    }
+    assert kinds() == (4, 0, 0)
+    assert kinds(full_attention_interval=4, **linear) == (1, 0, 3)
+    assert kinds(model_type="mistral", sliding_window=4) == (0, 4, 0)
+    assert kinds(model_type="mistral", sliding_window=None) == (4, 0, 0)
+    assert kinds(model_type="gpt_oss", sliding_window=4) == (2, 2, 0)
+    assert kinds(model_type="qwen2", sliding_window=4, use_sliding_window=False) == (4, 0, 0)
+    assert kinds(model_type="qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=3) == (
+        3,
+        1,
+        0,
+    )
+    assert kinds(layer_types=["full_attention"] * 3 + ["sliding_attention"], sliding_window=4) == (3, 1, 0)
+
+
+def test_expert_layers() -> None:
+    moe = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3, "n_shared_experts": 2}
+    shape = shape_from_config({**TINY, **moe, "first_k_dense_replace": 1})
+    assert shape.experts is not None
+    assert (shape.experts.num_layers, shape.experts.shared_width, shape.num_dense_layers) == (3, 6, 1)
+    sparse = shape_from_config({**TINY, **moe, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert sparse.experts is not None
+    assert sparse.experts.num_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
+        ({"vocab_size": "10"}, "vocab_size"),
+        ({"ssm_state_size": 16}, "ssm_state_size"),
+        ({"layer_types": ["mamba"] * 4}, "mamba"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
+        ({"num_experts": 4}, "num_experts_per_tok"),
+    ],
+)
+def test_configs_that_are_not_understood(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        shape_from_config({**TINY, **change})
+
+
+def test_a_path_a_folder_and_a_nested_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x_vl", "text_config": TINY}))
+    assert find_model(str(tmp_path)).width == 8
+    assert find_model(str(tmp_path / "config.json")).num_layers == 4
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "not JSON"), ("[]", "must hold a JSON object")])
+def test_files_that_are_no_config(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        find_model(str(tmp_path))
+
+
+def no_hub(name: str) -> str:
+    raise OSError("no route")
+
+
+def test_the_hub_is_asked_for_other_names() -> None:
+    fetch: Callable[[str], str] = lambda name: json.dumps(TINY)  # noqa: E731
+    assert find_model("someone/tiny", fetch).name == "someone/tiny"
+    with pytest.raises(
+        ValueError, match=r"no model 'Qwen/Qwen3-8C' on the hub \(no route\); did you mean 'Qwen/Qwen3-8B'"
+    ):
+        find_model("Qwen/Qwen3-8C", no_hub)
+    with pytest.raises(
+        ValueError, match="did you mean 'Qwen/Qwen3-8B'"
+    ):  # no organisation: the hub is not asked
+        find_model("Qwen3-88B", no_hub)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-8b", "Qwen/Qwen3-8B-Base", "meta-llama/Llama-3.1-8B-Instruct", "gemma-2-9b-it"]
+)
+def test_variants_of_known_models(name: str) -> None:
+    assert find_model(name, no_hub).num_layers > 0
