@@ -22,18 +22,19 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data": (
         1,
         ("trajectory", "storage", "importers", "lengths", "collate", "advantages", "weights", "bins",
-         "prefix_tree", "packing", "microbatch"),
+         "prefix_tree", "packing", "sequence_cost", "atoms", "balance", "microbatch"),
     ),
     "ops": (
         2,
-        ("visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head", "log_probs",
-         "fused_loss", "losses"),
+        ("peak_memory", "visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head",
+         "log_probs", "fused_loss", "losses"),
     ),
     "models": (3, ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "scoring", "reference")),
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
-        ("config", "distributed", "checkpoint", "metrics", "rows", "step", "evaluate", "loop", "base", "run"),
+        ("config", "budget", "distributed", "checkpoint", "metrics", "rows", "step", "evaluate", "loop",
+         "base", "run"),
     ),
     "diagnose": (6, ("verify", "analyze")),
     "cli": (7, ()),

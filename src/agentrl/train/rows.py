@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from agentrl.data.collate import pad_rows
-from agentrl.data.microbatch import token_budget_batches
+from agentrl.data.microbatch import plan_microbatches, token_budget_batches
 from agentrl.data.packing import pack_sequences
+from agentrl.data.prefix_tree import prefix_forest
 from agentrl.data.trajectory import Trajectory
 from agentrl.models.policy import Policy
 from agentrl.models.scoring import packed_scores, sequence_scores
@@ -62,11 +63,11 @@ def plan_rows(trajs: Sequence[Trajectory], packing: Packing, max_tokens: int, nu
 
     Raises ValueError for a trajectory longer than max_tokens.
     """
-    if packing == "tree":
-        packed = pack_sequences(trajs, max_tokens, share_prefixes=True, pad_to=None)
-        return DealtPlan.deal(packed.rows, num_ranks)
     lengths = [t.num_tokens for t in trajs]
-    return DealtPlan.deal(token_budget_batches(lengths, max_tokens, packed=packing == "packed"), num_ranks)
+    if packing == "padded":
+        return DealtPlan.deal(token_budget_batches(lengths, max_tokens), num_ranks)
+    sequences = prefix_forest([t.ids for t in trajs]) if packing == "tree" else lengths
+    return plan_microbatches(sequences, max_tokens=max_tokens, num_ranks=num_ranks)
 
 
 def score_rows(
