@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import struct
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,7 +191,9 @@ def read_shards(
             parameter = parameters[int(name.split("/")[1])]
             whole = parameter.shape == shape
             tensors[name] = torch.empty_like(parameter) if whole else torch.empty(shape)
-    load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: that is meant
+        load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     model: dict[str, Tensor] = {}
     optimizer: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

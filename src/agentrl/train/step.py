@@ -178,7 +178,7 @@ def accumulate(
 
 
 # Tokens that nobody sampled, so that the loss is an empty sum. Two, since attention over a single one has no
-# use for queries and keys: their weights would get no gradient, and ranks that reduce them wait for each other.
+# use for queries and keys: their weights would get no gradient, and the ranks would reduce different tensors.
 _DUMMY = Trajectory(torch.zeros(2, dtype=torch.int64), torch.zeros(1), torch.zeros(1), reward=0.0)
 
 
