@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer",
                 "programs", "demonstrations")),
-    "curriculum": (0, ("pass_rate", "sampler")),
+    "curriculum": (0, ("pass_rate", "rules", "table", "sampler")),
     "plan": (
         0,
         ("gpus", "models", "configs", "roofline", "engine", "calibrate", "workload", "rollout", "memory",
@@ -21,8 +21,9 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "report": (0, ("figures", "html")),
     "data": (
         1,
-        ("trajectory", "storage", "importers", "lengths", "collate", "advantages", "weights", "bins",
-         "prefix_tree", "packing", "sequence_cost", "atoms", "balance", "microbatch"),
+        ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
+         "lengths", "collate", "advantages", "weights", "bins", "prefix_tree", "packing", "sequence_cost",
+         "atoms", "balance", "microbatch"),
     ),
     "ops": (
         2,
@@ -36,7 +37,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("config", "budget", "distributed", "checkpoint", "metrics", "rows", "step", "evaluate", "loop",
          "base", "run"),
     ),
-    "diagnose": (6, ("verify", "analyze")),
+    "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),
 }  # fmt: skip
 TORCH_FREE = ("gym", "curriculum", "plan", "report")

@@ -12,7 +12,10 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "gym.tasks": ("make_tasks",),
     "gym.env": ("make_env",),
     "gym.tokenizer": ("build_tokenizer",),
+    "curriculum.sampler": ("TaskSampler", "filter_by_pass_rate"),
     "data.trajectory": ("Trajectory",),
+    "data.storage": ("load_trajectories", "save_trajectories"),
+    "data.importers": ("import_trajectories",),
     "data.prefix_tree": ("prefix_forest", "split_tree"),
     "data.packing": ("pack_lengths", "pack_sequences", "unpack"),
     "data.sequence_cost": ("attention_cost",),
@@ -27,6 +30,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
         "action_log_probs",
     ),
     "ops.losses": ("aggregate_loss", "kl_to_reference", "policy_loss", "reinforce_loss"),
+    "ops.fused_loss": ("fused_policy_loss",),
     "models.scoring": ("sequence_log_probs", "packed_logits", "packed_log_probs"),
     "rollout.episode": ("sample_groups", "sample_step"),
     "train.config": ("RLConfig", "RunConfig"),
@@ -35,6 +39,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "train.evaluate": ("behavior_stats", "evaluate"),
     "train.loop": ("train_rl",),
     "train.base": ("make_rl_base",),
+    "diagnose.analyze": ("AnalyzeOptions", "analyze"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from agentrl.ops.tiles import CPU_TILE_BYTES, CUDA_TILE_BYTES, LogitPrecision, Precision
+from agentrl.ops.tiles import LogitPrecision, Precision, default_tile_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ def read_head_inputs(
     softcap: float | None,
     scale: float | None,
     logits: LogitPrecision,
+    tiles_held: int,
     tile_bytes: int | None,
     group: dist.ProcessGroup | None,
 ) -> HeadInputs:
@@ -71,7 +72,9 @@ def read_head_inputs(
     if logits not in ("float32", "input"):
         raise ValueError(f"logits must be 'float32' or 'input', got {logits!r}")
     if tile_bytes is None:
-        tile_bytes = CUDA_TILE_BYTES if kind == "cuda" else CPU_TILE_BYTES
+        learned = isinstance(temperature, Tensor) and temperature.requires_grad
+        tiles_held += (softcap is not None) + learned
+        tile_bytes = default_tile_bytes(hidden.dtype, hidden.device, tiles_held)
     if tile_bytes < 1:
         raise ValueError(f"tile_bytes must be positive, got {tile_bytes}")
     for name, value in (("softcap", softcap), ("scale", scale)):

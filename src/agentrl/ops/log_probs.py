@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.ops.head_inputs import HeadInputs, read_head_inputs
-from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream
+from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream, reduce_and_cast
 from agentrl.ops.tiles import LogitPrecision
 
 
@@ -121,8 +121,8 @@ def action_log_probs(
 
     With z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) / temperature, log p = z[target] -
     lse(z) and H = -sum_v p_v log p_v, both differentiable once in hidden [N, D], weight [V, D], bias [V]
-    and a tensor `temperature` [N]. One tile of logits exists at a time (`tile_bytes`, by default 4 MiB on
-    CPU, 64 MiB on CUDA); forward keeps one log-sum-exp (and entropy) a token and backward recomputes.
+    and a tensor `temperature` [N]. One tile of logits exists at a time (`tile_bytes`, by default 8 MiB on
+    CPU, 68 MiB on CUDA); forward keeps one log-sum-exp (and entropy) a token and backward recomputes.
     Tokens whose upstream gradient is zero cost nothing in backward. A frozen weight costs two matrix
     products, not four: forward then also sums d log p / d hidden, which does not depend on the upstream
     gradient.
@@ -158,6 +158,7 @@ def action_log_probs(
         softcap=softcap,
         scale=scale,
         logits=logits,
+        tiles_held=1 + return_entropy,
         tile_bytes=tile_bytes,
         group=group,
     )
@@ -217,21 +218,13 @@ def _gradients(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor 
     inputs = HeadInputs(*tensors, settings=ctx.settings)
     if logp_gradient is None:
         logp_gradient = torch.zeros_like(log_sum_exp)
-    active = logp_gradient != 0
-    if entropy_gradient is not None:
-        active |= entropy_gradient != 0
-    rows = active.nonzero().squeeze(1)
     upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy)
-    if len(rows) == len(active):
+    rows = upstream.active_rows()
+    if len(rows) == len(logp_gradient):
         found = TiledHead(inputs).gradients(upstream, ctx.needs)
     else:
         found = TiledHead(inputs, rows).gradients(upstream.select(rows), ctx.needs)
-    if inputs.settings.group is not None:
-        for part in (found.hidden, found.temperatures):
-            if part is not None:
-                dist.all_reduce(part, group=inputs.settings.group)
-    cast = zip((found.hidden, found.weight, found.bias, found.temperatures), tensors, strict=False)
-    return Gradients(*(None if part is None else part.to(tensor.dtype) for part, tensor in cast))
+    return reduce_and_cast(found, inputs)
 
 
 class _Once(torch.autograd.Function):

@@ -91,10 +91,10 @@ class Statistics:
 
     def update_(
         self, logits: Tensor, targets: Tensor, tile: Tile, vocab_start: int, buffers: Buffers
-    ) -> Tensor:
-        """Take in a tile's logits; returns exp(old - new maximum) [n].
+    ) -> tuple[Tensor, Tensor]:
+        """Take in a tile's logits; returns exp(z - maximum) [n, v] and exp(old - new maximum) [n].
 
-        Without entropy, the tile then holds exp(z - maximum).
+        The logits are overwritten, without entropy by what is returned.
         """
         tokens = slice(tile.n0, tile.n1)
         column, here = target_columns(targets, tile, vocab_start)
@@ -106,16 +106,15 @@ class Statistics:
         rescale = shift.exp()
         logits.sub_(new[:, None])
         if self.weighted is None:
-            logits.exp_()
+            exp = logits.exp_()
         else:
             clamp_log_(logits)
             exp = torch.exp(logits, out=buffers.take("exp", logits.shape, logits.dtype))
             weighted = self.weighted[tokens]
             weighted.add_(total * shift.clamp(min=-_LOG_ZERO)).mul_(rescale).add_(logits.mul_(exp).sum(1))
-            logits = exp
-        total.mul_(rescale).add_(logits.sum(1))
+        total.mul_(rescale).add_(exp.sum(1))
         old.copy_(new)
-        return rescale
+        return exp, rescale
 
     def log_sum_exp(self) -> Tensor:
         """log sum exp of the logits [N]."""

@@ -3,13 +3,15 @@
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, target_columns
-from agentrl.ops.tiles import Buffers, Factor, Grid, RowSum, Tile, product, spread_rows_
+from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, RowSum, Tile, product, spread_rows_
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +23,20 @@ class Upstream:
     log_sum_exp: Tensor
     entropy_value: Tensor | None
 
+    def active_rows(self) -> Tensor:
+        """The tokens that carry a gradient, int64 and ascending."""
+        active = self.logp != 0
+        if self.entropy is not None:
+            active |= self.entropy != 0
+        return active.nonzero().squeeze(1)
+
     def select(self, rows: Tensor) -> "Upstream":
         """The same for the tokens `rows` alone."""
         parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value)
         return Upstream(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """Which inputs want a gradient."""
 
     hidden: bool
@@ -51,10 +59,59 @@ class Gradients:
     temperatures: Tensor | None = None  # [N]
 
 
+class Stash:
+    """exp(z - maximum) of the first tokens, kept where the weight's gradient will be written, and beyond.
+
+    The gradient [V, D] is written column by column of tiles, each after the column's last tile was read;
+    until then its memory holds one number a logit for D tokens. `extra_bytes` hold some for the tokens
+    after those.
+    """
+
+    def __init__(self, weight: Tensor, grid: Grid, precision: Precision, extra_bytes: int) -> None:
+        self.weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        self.grid = grid
+        extra = extra_bytes // (len(weight) * weight.element_size())
+        # first token, tokens a column holds, memory; whole tiles only
+        self.areas: list[tuple[int, int, Tensor]] = []
+        start = 0
+        for capacity, memory in ((weight.shape[1], self.weight_gradient.view(-1)), (extra, None)):
+            left = grid.num_tokens - start
+            tokens = left if capacity >= left else capacity // grid.tokens * grid.tokens
+            if tokens > 0:
+                flat = weight.new_empty(len(weight) * tokens) if memory is None else memory
+                self.areas.append((start, tokens, flat))
+                start += tokens
+        columns = -(-len(weight) // grid.vocab)
+        self.maxima = torch.empty(columns, start, dtype=precision.wide, device=weight.device)
+
+    def keep(self, tile: Tile, exp: Tensor, maximum: Tensor) -> None:
+        """Store a tile of exp(z - maximum) if it has a place."""
+        slot = self._slot(tile)
+        if slot is not None:
+            slot.copy_(exp)
+            self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1] = maximum[tile.n0 : tile.n1]
+
+    def held(self, tile: Tile) -> tuple[Tensor, Tensor] | None:
+        """A tile's exp(z - maximum) [n, v] and maximum [n, 1]; None where it has no place."""
+        slot = self._slot(tile)
+        if slot is None:
+            return None
+        return slot, self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1, None]
+
+    def _slot(self, tile: Tile) -> Tensor | None:
+        for start, tokens, memory in self.areas:
+            if start <= tile.n0 and tile.n1 <= start + tokens:
+                size = (tile.n1 - tile.n0) * (tile.v1 - tile.v0)
+                width = memory.numel() // self.grid.num_vocab
+                offset = tile.v0 * width + (tile.n0 - start) * (tile.v1 - tile.v0)
+                return memory[offset : offset + size].view(tile.n1 - tile.n0, tile.v1 - tile.v0)
+        return None
+
+
 class TiledHead:
     """The logits [N, V] of hidden [N, D] under the head, as tiles that exist one at a time."""
 
-    def __init__(self, inputs: HeadInputs, rows: Tensor | None = None) -> None:
+    def __init__(self, inputs: HeadInputs, rows: Tensor | None = None, *, stash: bool = False) -> None:
         hidden, weight, bias, temperatures, targets, settings = inputs
         self.precision = settings.precision
         wide = self.precision.wide
@@ -74,7 +131,12 @@ class TiledHead:
         )
         self.logit_map = logit_map if rows is None else logit_map.select(rows)
         self.grid = Grid.fit(
-            len(self.targets), weight.shape[0], hidden.shape[1], settings.tile_bytes, self.precision
+            len(self.targets),
+            weight.shape[0],
+            hidden.shape[1],
+            settings.tile_bytes,
+            self.precision,
+            stash=stash,
         )
 
     def logits(self, tile: Tile) -> Tensor:
@@ -90,13 +152,16 @@ class TiledHead:
             product(hidden, weight.T, self.precision, out=logits)
         return self.logit_map.apply_(logits, tile)
 
-    def statistics(self, *, entropy: bool) -> Statistics:
-        """One pass over the tiles: one matrix product."""
+    def statistics(self, *, entropy: bool, stash: Stash | None = None) -> Statistics:
+        """One pass over the tiles, which a stash keeps as far as it reaches: one matrix product."""
         found = Statistics.empty(
             len(self.targets), self.precision, self.hidden.source.device, entropy=entropy
         )
         for tile in self.grid.walk(vocab_outermost=False):
-            found.update_(self.logits(tile), self.targets, tile, self.vocab_start, self.buffers)
+            logits = self.logits(tile)
+            exp, _ = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
+            if stash is not None:
+                stash.keep(tile, exp, found.maximum)
         return found
 
     def statistics_with_hidden_slope(self) -> tuple[Statistics, Tensor]:
@@ -112,7 +177,7 @@ class TiledHead:
         for tile in self.grid.walk(vocab_outermost=False):
             logits = self.logits(tile)
             cap = self._cap_slope(logits, tile)
-            rescale = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
+            _, rescale = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
             column, here = target_columns(self.targets, tile, self.vocab_start)
             logits.scatter_add_(1, column, -logits.gather(1, column).where(here, 0.0))
             if cap is not None:
@@ -138,9 +203,11 @@ class TiledHead:
         rows.mul_((-slope / total)[:, None]).addcmul_(target_rows.to(rows.dtype), (rest * slope)[:, None])
         sums.finish(tile.n0, tile.n1)
 
-    def gradients(self, upstream: Upstream, needs: Needs) -> Gradients:
-        """Recompute the tiles and sum their gradients: one product for the logits, one for each of hidden and
-        weight."""
+    def gradients(self, upstream: Upstream, needs: Needs, stash: Stash | None = None) -> Gradients:
+        """Recompute the tiles that no stash holds, and sum the gradients of all.
+
+        One product for the logits, one for hidden, one for the weight.
+        """
         precision, num_tokens = self.precision, len(self.targets)
         hidden, weight = self.hidden.source, self.weight.source
         if num_tokens == 0:
@@ -148,9 +215,8 @@ class TiledHead:
         upstream, unscale = self._sloped(upstream)
         # A 16-bit gradient is summed in float32: one tile of the outer side, and all of the inner, so the
         # longer.
-        vocab_outermost = needs.weight and not (
-            precision.narrow and needs.hidden and num_tokens > len(weight)
-        )
+        longer = precision.narrow and needs.hidden and num_tokens > len(weight)
+        vocab_outermost = stash is not None or (needs.weight and not longer)
         found = Gradients()
         hidden_sum = weight_sum = None
         if needs.hidden:
@@ -160,15 +226,19 @@ class TiledHead:
             held = num_tokens if vocab_outermost else self.grid.tokens
             hidden_sum = RowSum(found.hidden[:num_tokens], held, precision, self.buffers, unscale)
         if needs.weight:
-            found.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            if stash is None:
+                found.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            else:
+                found.weight = stash.weight_gradient
             held = self.grid.vocab if vocab_outermost else len(weight)
-            weight_sum = RowSum(found.weight, held, precision, self.buffers, unscale)
+            apart = stash is not None
+            weight_sum = RowSum(found.weight, held, precision, self.buffers, unscale, apart=apart)
         if needs.bias:
             found.bias = hidden.new_zeros(len(weight), dtype=precision.wide)
         if needs.temperatures:
             found.temperatures = hidden.new_zeros(num_tokens, dtype=precision.wide)
         for tile in self.grid.walk(vocab_outermost=vocab_outermost):
-            gradient = self._tile_gradient(tile, upstream, found.temperatures)
+            gradient = self._tile_gradient(tile, upstream, found.temperatures, stash)
             if found.bias is not None:
                 found.bias[tile.v0 : tile.v1] += gradient.sum(0)
             operand = self._operand(gradient)
@@ -203,12 +273,22 @@ class TiledHead:
             temperatures=hidden.new_zeros(len(hidden)) if needs.temperatures else None,
         )
 
-    def _tile_gradient(self, tile: Tile, upstream: Upstream, temperatures: Tensor | None) -> Tensor:
+    def _tile_gradient(
+        self, tile: Tile, upstream: Upstream, temperatures: Tensor | None, stash: Stash | None
+    ) -> Tensor:
         """d loss / d raw product of a tile, in place of its logits.
 
         dz = g * 1_y - p * (g + h * (log p + H)) with g, h the upstream gradients of log-prob and entropy.
         """
-        logits = self.logits(tile)
+        held = None if stash is None else stash.held(tile)
+        plain = upstream.entropy is None and temperatures is None and self.logit_map.softcap is None
+        if held is not None and plain:
+            return self._held_gradient(tile, upstream, *held)
+        if held is None:
+            logits = self.logits(tile)
+        else:  # exp = 0 gives -inf, as good as what it was
+            logits = self.buffers.take("logits", held[0].shape, self.precision.wide).copy_(held[0])
+            logits.log_().add_(held[1])
         tokens = slice(tile.n0, tile.n1)
         cap = self._cap_slope(logits, tile)
         kept = None
@@ -230,6 +310,14 @@ class TiledHead:
             kept.mul_(gradient).masked_fill_(gradient == 0, 0.0)
             temperatures[tokens].sub_(kept.sum(1), alpha=1 / self.logit_map.slope)
         return gradient if cap is None else gradient.mul_(cap)
+
+    def _held_gradient(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
+        """g * (1_y - p) with p = exp(z - maximum) * exp(maximum - lse): one pass over the tile."""
+        target_gradient = upstream.logp[tile.n0 : tile.n1, None]
+        factor = (maximum - upstream.log_sum_exp[tile.n0 : tile.n1, None]).exp_().mul_(-target_gradient)
+        gradient = torch.mul(exp, factor, out=self.buffers.take("logits", exp.shape, self.precision.wide))
+        column, here = target_columns(self.targets, tile, self.vocab_start)
+        return gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
 
     def _cap_slope(self, logits: Tensor, tile: Tile) -> Tensor | None:
         if self.logit_map.softcap is None:
@@ -265,3 +353,16 @@ class TiledHead:
             unscale = torch.where(largest.isfinite() & (largest > 0), largest / 1024, 1.0)
             logp, entropy = logp / unscale, None if entropy is None else entropy / unscale
         return Upstream(logp, entropy, upstream.log_sum_exp, upstream.entropy_value), unscale
+
+
+def reduce_and_cast(found: Gradients, inputs: HeadInputs) -> Gradients:
+    """Add up the parts of vocabulary shards, and give every gradient its input's dtype."""
+    parts = (found.hidden, found.weight, found.bias, found.temperatures)
+    if inputs.settings.group is not None:
+        for part in (found.hidden, found.temperatures):
+            if part is not None:
+                dist.all_reduce(part, group=inputs.settings.group)
+    dtypes = (None if tensor is None else tensor.dtype for tensor in inputs[:4])
+    return Gradients(
+        *(None if part is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True))
+    )

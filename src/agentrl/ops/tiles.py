@@ -12,10 +12,21 @@ from torch import Tensor
 
 LogitPrecision = Literal["float32", "input"]
 
-# A float32 tile of 1024 x 1024 stays in a CPU's caches and runs at the full matrix-product rate; a GPU needs
+# A float32 tile of 1024 x 2048 stays in a CPU's caches and runs at the full matrix-product rate; a GPU needs
 # 4096 x 4096 to give every multiprocessor several blocks.
-CPU_TILE_BYTES = 4 << 20
+CPU_TILE_BYTES = 8 << 20
 CUDA_TILE_BYTES = 64 << 20
+
+
+def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: int) -> int:
+    """Bytes of one tile, such that all that is held at a time stays below 16 MiB on CPU.
+
+    Soft-cap, entropy and a temperature's gradient each hold a second tile; 16-bit inputs hold wide copies of
+    their factors and a 16-bit copy of the gradient.
+    """
+    if device.type == "cuda":
+        return CUDA_TILE_BYTES // tiles_held
+    return CPU_TILE_BYTES // (tiles_held if inputs.itemsize >= 4 else 4 * tiles_held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +102,26 @@ class Grid:
     vocab: int
 
     @staticmethod
-    def fit(num_tokens: int, num_vocab: int, width: int, tile_bytes: int, precision: Precision) -> "Grid":
+    def fit(
+        num_tokens: int,
+        num_vocab: int,
+        width: int,
+        tile_bytes: int,
+        precision: Precision,
+        *,
+        stash: bool = False,
+    ) -> "Grid":
         """The squarest tile of at most `tile_bytes`, longer along one side where the other is short.
 
-        Copied factors, [n, D] of hidden and, for 16-bit inputs, [v, D] of the weight, stay as small as the
-        tile.
+        Copied factors, up to [n, D] of hidden and for 16-bit inputs [v, D] of the weight, stay about as small
+        as the tile, and so do sums [v, D] beside a stash, whose tiles have at most D tokens.
         """
         cells = max(1, tile_bytes // precision.wide.itemsize)
-        longest = max(1, cells // max(1, width))
-        tokens = max(1, min(num_tokens, math.isqrt(cells), longest))
-        vocab = max(1, min(num_vocab, cells // tokens, longest if precision.narrow else cells))
-        tokens = max(1, min(num_tokens, cells // vocab, longest))
+        longest = min(num_tokens, max(1, 2 * cells // width), width if stash else num_tokens)
+        tokens = max(1, min(math.isqrt(cells), longest))
+        copied = max(1, cells // width) if precision.narrow or stash else num_vocab
+        vocab = max(1, min(num_vocab, cells // tokens, copied))
+        tokens = max(1, min(longest, cells // vocab))
         return Grid(num_tokens, num_vocab, _even(num_tokens, tokens), _even(num_vocab, vocab))
 
     def walk(self, *, vocab_outermost: bool) -> Iterator[Tile]:
@@ -172,8 +192,9 @@ class Factor:
 class RowSum:
     """A gradient [R, D] as a sum of products, accumulated in the wide dtype and cast once.
 
-    Wide gradients are summed where they stand. 16-bit ones are summed in a float32 buffer of `held` rows: one
-    tile where a tile's products follow each other, else all rows.
+    Wide gradients are summed where they stand, unless `apart`, where their memory is still in use. 16-bit
+    ones are summed in a float32 buffer of `held` rows: one tile where a tile's products follow each other,
+    else all rows.
     """
 
     def __init__(
@@ -183,6 +204,8 @@ class RowSum:
         precision: Precision,
         buffers: Buffers,
         unscale: Tensor | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self.gradient = gradient
         self.precision = precision
@@ -190,7 +213,7 @@ class RowSum:
         self.unscale = unscale  # divides out the factor that kept float16 products in range
         self.sums = gradient
         self.all_rows = held >= gradient.shape[0]
-        if gradient.dtype != precision.wide:
+        if apart or gradient.dtype != precision.wide:
             self.sums = torch.empty(held, gradient.shape[1], dtype=precision.wide, device=gradient.device)
 
     def rows(self, start: int, stop: int) -> Tensor:

@@ -1,0 +1,206 @@
+"""A policy loss fused with the head: gradients are computed in forward, so that logits are computed once."""
+
+# N action tokens, V vocabulary, D width
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentrl.ops.head_inputs import HeadInputs, read_head_inputs
+from agentrl.ops.tiled_head import Gradients, Needs, Stash, TiledHead, Upstream, reduce_and_cast
+from agentrl.ops.tiles import LogitPrecision
+
+# (log-probs [N], entropies [N] or None, positions [N] int64) -> losses [N], weights already applied
+TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+
+_STASH_BYTES = 4 << 20
+
+
+class FusedLoss(NamedTuple):
+    """What `fused_policy_loss` gives back; only `loss` carries a gradient."""
+
+    loss: Tensor  # scalar: the sum of the token losses
+    log_probs: Tensor  # [N], nats
+    entropy: Tensor | None  # [N], nats; None unless asked for
+
+
+def fused_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: TokenLoss,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    with_entropy: bool = False,
+    tile_bytes: int | None = None,
+    stash_bytes: int = _STASH_BYTES,
+    logits: LogitPrecision = "float32",
+    group: dist.ProcessGroup | None = None,
+) -> FusedLoss:
+    """The sum (float32, or float64) of token_loss over N action tokens; its gradient is computed in forward.
+
+    `token_loss(log_probs [N], entropy [N] or None, positions [N])` returns the losses [N] of the tokens,
+    weights already applied: loss = sum_n weight_n * l(log p_n, H_n). Its own gradient is taken by autograd
+    on these small vectors, once; it must not depend on anything else that needs a gradient, which raises
+    ValueError.
+
+    `action_log_probs` computes the logits twice because the upstream gradient is not known in forward. Here
+    it is, so the first D tokens' exponentials wait for it in the memory that the weight's gradient is about
+    to fill, those of more tokens in `stash_bytes`; for these tokens, three matrix products replace four, at
+    the same peak memory. Tokens beyond are recomputed (N * V * 4 bytes of stash hold all, in float32). The
+    gradient of a frozen head takes two products. If less than two thirds of the tokens carry a gradient,
+    those are recomputed: this is then cheaper.
+
+    Backward multiplies by the upstream scalar, in place, and so runs once. The other arguments, errors and
+    roundings are `action_log_probs`'; in 16 bits, a token's probabilities are also rounded once more on
+    their way.
+
+    >>> hidden = torch.zeros(3, 2, requires_grad=True)
+    >>> advantage = torch.tensor([1.0, -1.0, 0.5])
+    >>> result = fused_policy_loss(hidden, torch.eye(2), torch.tensor([0, 1, 1]),
+    ...                            lambda logp, entropy, index: -advantage[index] * logp)
+    >>> result.loss.backward()
+    >>> hidden.grad
+    tensor([[-0.5000,  0.5000],
+            [-0.5000,  0.5000],
+            [ 0.2500, -0.2500]])
+    """
+    if stash_bytes < 0:
+        raise ValueError(f"stash_bytes must not be negative, got {stash_bytes}")
+    inputs = read_head_inputs(
+        "fused_policy_loss",
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        scale=scale,
+        logits=logits,
+        tiles_held=2 + with_entropy,
+        tile_bytes=tile_bytes,
+        group=group,
+    )
+    grad_enabled = torch.is_grad_enabled()
+    return FusedLoss(*_FusedLoss.apply(token_loss, with_entropy, stash_bytes, grad_enabled, *inputs))
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, token_loss: TokenLoss, entropy: bool, stash_bytes: int, grad_enabled: bool, *arguments: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        inputs = HeadInputs(*arguments)
+        needs = Needs(*(grad_enabled and need for need in ctx.needs_input_grad[4:8]))
+        with torch.autocast(inputs.hidden.device.type, enabled=False):
+            if needs.only_hidden() and not entropy and inputs.settings.group is None:
+                found, slope = TiledHead(inputs).statistics_with_hidden_slope()
+                logp = found.target - found.log_sum_exp()
+                loss, upstream, _ = _differentiate(token_loss, logp, None, wanted=True)
+                slope.mul_(upstream[:, None]).masked_fill_((upstream == 0)[:, None], 0.0)
+                gradients, entropy_value = Gradients(hidden=slope), None
+            else:
+                loss, logp, entropy_value, gradients = _loss_and_gradients(
+                    inputs, token_loss, needs, entropy=entropy, stash_bytes=stash_bytes
+                )
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(logp, *([] if entropy_value is None else [entropy_value]))
+        ctx.set_materialize_grads(False)
+        return loss, logp, entropy_value
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        scale, found = upstream[0], ctx.gradients
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fused_policy_loss computes its gradient in forward and has no second derivative; "
+                "for create_graph=True use selected_log_probs(hidden @ weight.T, targets)"
+            )
+        if scale is None:
+            return (None,) * 10
+        if found is None:
+            raise RuntimeError(
+                "fused_policy_loss gave its gradient away in the first backward; call it again"
+            )
+        ctx.gradients = None
+        parts = (found.hidden, found.weight, found.bias, found.temperatures)
+        for part in parts:
+            if part is not None:
+                part.mul_(scale)
+        return (None,) * 4 + parts + (None, None)
+
+
+def _differentiate(
+    token_loss: TokenLoss, logp: Tensor, entropy: Tensor | None, *, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The summed loss, and its gradients with respect to log-probs and entropies [N]."""
+    positions = torch.arange(len(logp), device=logp.device)
+    leaves = [part.detach().requires_grad_() for part in (logp, entropy) if part is not None]
+    with torch.enable_grad():
+        losses = token_loss(leaves[0], None if entropy is None else leaves[1], positions)
+        if losses.shape != logp.shape:
+            raise ValueError(
+                f"token_loss must return one loss a token, shape {tuple(logp.shape)}; "
+                f"got {tuple(losses.shape)}"
+            )
+        loss = losses.sum(dtype=logp.dtype)
+    _refuse_other_leaves(loss, leaves)
+    found: list[Tensor | None] = [None] * len(leaves)
+    if wanted and loss.requires_grad:
+        found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+    filled = [torch.zeros_like(logp) if part is None else part for part in found]
+    return loss.detach(), filled[0], None if entropy is None else filled[1]
+
+
+def _refuse_other_leaves(loss: Tensor, leaves: list[Tensor]) -> None:
+    """Raise where the loss depends on a tensor whose gradient would silently be lost."""
+    seen: set[Any] = set()
+    ahead: list[Any] = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and all(leaf is not known for known in leaves):
+            raise ValueError(
+                f"token_loss depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient, "
+                "which fused_policy_loss cannot give it; detach it, or use action_log_probs"
+            )
+        ahead.extend(parent for parent, _ in node.next_functions)
+
+
+def _loss_and_gradients(
+    inputs: HeadInputs, token_loss: TokenLoss, needs: Needs, *, entropy: bool, stash_bytes: int
+) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
+    head = TiledHead(inputs, stash=needs.weight)
+    stash = None
+    if needs.weight and len(inputs.targets):
+        stash = Stash(inputs.weight, head.grid, head.precision, stash_bytes)
+    found = head.statistics(entropy=entropy, stash=stash)
+    if inputs.settings.group is not None:
+        found.combine_(inputs.settings.group)
+    log_sum_exp = found.log_sum_exp()
+    logp = found.target - log_sum_exp
+    entropy_value = found.entropy() if entropy else None
+    wanted = any(needs)
+    loss, logp_gradient, entropy_gradient = _differentiate(token_loss, logp, entropy_value, wanted=wanted)
+    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy_value)
+    if not wanted:
+        return loss, logp, entropy_value, Gradients()
+    rows = upstream.active_rows()
+    # Idle tokens cost their two products from the stash; a NaN among them would reach the weight's gradient.
+    few = 3 * len(rows) < 2 * len(logp)
+    idle_nan = len(rows) < len(logp) and not bool(logp.isfinite().all())
+    if few or idle_nan or (stash is None and len(rows) < len(logp)):
+        stash = None
+        gradients = TiledHead(inputs, rows).gradients(upstream.select(rows), needs)
+    else:
+        gradients = head.gradients(upstream, needs, stash)
+    return loss, logp, entropy_value, reduce_and_cast(gradients, inputs)

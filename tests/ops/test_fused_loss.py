@@ -1,0 +1,133 @@
+"""The fused loss against the general head: gradients, few active tokens, frozen heads, errors."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrl.ops.fused_loss import fused_policy_loss
+from agentrl.ops.log_probs import action_log_probs
+
+
+def problem(n: int, v: int, d: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n + v + d)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((n, d), (v, d), (v,))
+    )
+    return [hidden, weight, bias, torch.randint(v, (n,), generator=generator)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    v=st.integers(1, 60),
+    d=st.integers(1, 20),
+    tile_bytes=st.sampled_from([1, 400, 3000, None]),
+    stash_bytes=st.sampled_from([0, 500, 5000, 1 << 20]),
+    softcap=st.sampled_from([None, 2.0]),
+    each=st.booleans(),
+    share_active=st.sampled_from([0.0, 0.2, 0.8, 1.0]),
+    with_entropy=st.booleans(),
+    frozen=st.booleans(),
+)
+def test_equals_the_general_head(
+    n: int,
+    v: int,
+    d: int,
+    tile_bytes: int | None,
+    stash_bytes: int,
+    softcap: float | None,
+    each: bool,
+    share_active: float,
+    with_entropy: bool,
+    frozen: bool,
+) -> None:
+    hidden, weight, bias, targets = problem(n, v, d)
+    temperature = (torch.rand(n, dtype=torch.float64) + 0.5).requires_grad_(not frozen) if each else 0.8
+    weight.requires_grad_(not frozen)
+    bias.requires_grad_(not frozen)
+    gain, bonus = torch.randn(2, n, dtype=torch.float64) * (torch.rand(n) < share_active)
+
+    def token_loss(log_probs: Tensor, entropy: Tensor | None, index: Tensor) -> Tensor:
+        loss = gain[index] * log_probs.exp()
+        return loss if entropy is None else loss + bonus[index] * entropy
+
+    arguments: dict[str, Any] = {"bias": bias, "temperature": temperature, "softcap": softcap, "scale": 1.3}
+    ours = fused_policy_loss(
+        hidden, weight, targets, token_loss, with_entropy=with_entropy, tile_bytes=tile_bytes,
+        stash_bytes=stash_bytes, **arguments,
+    )  # fmt: skip
+    log_probs, entropy = action_log_probs(hidden, weight, targets, return_entropy=True, **arguments)
+    general = token_loss(log_probs, entropy if with_entropy else None, torch.arange(n)).sum()
+    leaves = [t for t in (hidden, weight, bias, temperature) if isinstance(t, Tensor) and t.requires_grad]
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(ours.loss, general, **close)
+    torch.testing.assert_close(ours.log_probs, log_probs.detach(), **close)
+    assert (ours.entropy is None) == (not with_entropy)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours.loss * 3, leaves), torch.autograd.grad(general * 3, leaves), **close
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_its_error_is_within_twice_the_plain_one(dtype: torch.dtype) -> None:
+    hidden, weight, bias, targets = problem(60, 400, 64, dtype)
+    gain = torch.randn(60)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
+    truth = (exact[0] @ exact[1].T + exact[2]).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    wanted = torch.autograd.grad(truth, exact, gain.double())
+    plain = (hidden @ weight.T + bias).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    plain_gradients = torch.autograd.grad(plain, (hidden, weight, bias), gain)
+    ours = fused_policy_loss(hidden, weight, targets, lambda p, _, i: gain[i] * p, bias=bias)
+    for name, mine, theirs, true in zip(
+        ("hidden", "weight", "bias"), torch.autograd.grad(ours.loss, (hidden, weight, bias)), plain_gradients,
+        wanted, strict=True,
+    ):  # fmt: skip
+        error, plain_error = ((g.double() - true).norm() / true.norm() for g in (mine, theirs))
+        assert error <= 2 * plain_error + 1e-4, name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nan_in_an_idle_token_touches_nothing(frozen: bool) -> None:
+    hidden, weight, _, targets = problem(9, 20, 12)
+    weight.requires_grad_(not frozen)
+    gain = torch.ones(9, dtype=torch.float64).index_fill(0, torch.tensor(3), 0.0)
+
+    def gradients(hidden: Tensor) -> Any:
+        loss = fused_policy_loss(
+            hidden, weight, targets, lambda p, _, i: torch.where(gain[i] > 0, p, 0.0)
+        ).loss
+        return torch.autograd.grad(loss, [hidden] if frozen else [hidden, weight])
+
+    dirty = hidden.detach().clone()
+    dirty[3, 1] = torch.nan
+    torch.testing.assert_close(gradients(dirty.requires_grad_()), gradients(hidden), rtol=1e-12, atol=1e-14)
+
+
+def test_backward_runs_once_and_no_grad_runs() -> None:
+    hidden, weight, _, targets = problem(5, 9, 4)
+    with torch.no_grad():
+        quiet = fused_policy_loss(hidden, weight, targets, lambda p, _, i: -p)
+    assert not quiet.loss.requires_grad
+    result = fused_policy_loss(hidden, weight, targets, lambda p, _, i: -p)
+    assert not result.log_probs.requires_grad
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(result.loss, hidden, create_graph=True)
+    result.loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="first backward"):
+        result.loss.backward()
+
+
+def test_wrong_token_losses_are_named() -> None:
+    hidden, weight, _, targets = problem(5, 9, 4)
+    with pytest.raises(ValueError, match=r"one loss a token, shape \(5,\); got \(\)"):
+        fused_policy_loss(hidden, weight, targets, lambda p, _, i: p.sum())
+    value = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        fused_policy_loss(hidden, weight, targets, lambda p, _, i: value * p)
+    with pytest.raises(ValueError, match="stash_bytes"):
+        fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, stash_bytes=-1)

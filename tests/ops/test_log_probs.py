@@ -1,0 +1,307 @@
+"""The head against full logits: values, gradients, odd sizes, low precision, NaN, errors."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
+
+from agentrl.ops import tiled_head
+from agentrl.ops.log_probs import (
+    action_log_probs,
+    checkpointed_log_probs,
+    chunked_log_probs,
+    selected_log_probs,
+)
+
+
+def full(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [N] from full logits, by plain autograd."""
+    logits = hidden @ weight.T
+    logits = logits if bias is None else logits + bias
+    logits = logits * (1.0 if scale is None else scale)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    log_probs = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    entropy = torch.special.entr(log_probs.exp()).sum(-1)
+    return log_probs.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def problem(n: int, v: int, d: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, d, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(v, d, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(v, (n,), generator=generator)
+    upstream = torch.randn(n, generator=generator, dtype=torch.float64)
+    return hidden, weight, targets, upstream
+
+
+def agree(ours: Any, plain: Any) -> None:
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    v=st.integers(1, 60),
+    d=st.integers(1, 9),
+    tile_bytes=st.sampled_from([1, 64, 1000, 4096, None]),
+    share_active=st.sampled_from([0.0, 0.3, 1.0]),
+    softcap=st.sampled_from([None, 2.0]),
+    scale=st.sampled_from([None, 0.7]),
+    temperature=st.sampled_from([0.6, "each"]),
+    with_bias=st.booleans(),
+    with_entropy=st.booleans(),
+    frozen=st.booleans(),
+)
+def test_equals_full_logits(
+    n: int,
+    v: int,
+    d: int,
+    tile_bytes: int | None,
+    share_active: float,
+    softcap: float | None,
+    scale: float | None,
+    temperature: Any,
+    with_bias: bool,
+    with_entropy: bool,
+    frozen: bool,
+) -> None:
+    hidden, weight, targets, upstream = problem(n, v, d)
+    upstream = upstream * (torch.rand(n) < share_active)
+    bias = torch.randn(v, dtype=torch.float64).requires_grad_(not frozen) if with_bias else None
+    if temperature == "each":
+        temperature = (torch.rand(n, dtype=torch.float64) + 0.5).requires_grad_(not frozen)
+    weight = weight.detach().requires_grad_(not frozen)
+    arguments: dict[str, Any] = {
+        "bias": bias, "temperature": temperature, "softcap": softcap, "scale": scale
+    }  # fmt: skip
+    ours = action_log_probs(
+        hidden, weight, targets, return_entropy=with_entropy, tile_bytes=tile_bytes, **arguments
+    )
+    plain = full(hidden, weight, targets, **arguments)
+    if with_entropy:
+        agree(ours, plain)
+        ours_loss = (ours[0] * upstream).sum() + (ours[1] * upstream.flip(0)).sum()
+        plain_loss = (plain[0] * upstream).sum() + (plain[1] * upstream.flip(0)).sum()
+    else:
+        agree(ours, plain[0])
+        ours_loss, plain_loss = (ours * upstream).sum(), (plain[0] * upstream).sum()
+    leaves = [t for t in (hidden, weight, bias, temperature) if isinstance(t, Tensor) and t.requires_grad]
+    agree(torch.autograd.grad(ours_loss, leaves), torch.autograd.grad(plain_loss, leaves))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradcheck(entropy: bool) -> None:
+    hidden, weight, targets, _ = problem(5, 7, 3)
+    bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    temperature = (torch.rand(5, dtype=torch.float64) + 0.5).requires_grad_()
+
+    def score(*leaves: Tensor) -> Any:
+        return action_log_probs(
+            leaves[0], leaves[1], targets, bias=leaves[2], temperature=leaves[3], softcap=3.0, scale=1.5,
+            return_entropy=entropy, tile_bytes=64,
+        )  # fmt: skip
+
+    assert gradcheck(score, (hidden, weight, bias, temperature))
+
+
+def test_a_frozen_weight_passes_gradcheck() -> None:
+    hidden, weight, targets, _ = problem(5, 7, 3)
+    frozen = weight.detach()
+    assert gradcheck(lambda h: action_log_probs(h, frozen, targets, softcap=2.0, tile_bytes=64), (hidden,))
+
+
+def test_the_references_agree_bit_for_bit() -> None:
+    hidden, weight, targets, _ = problem(12, 50, 8, torch.float32)
+    rows, ids = hidden.view(3, 4, 8), targets.view(3, 4)
+    grads = []
+    for score in (chunked_log_probs, checkpointed_log_probs):
+        result = score(rows, weight, ids, chunk_size=5)
+        assert torch.equal(result, selected_log_probs(rows @ weight.T, ids))
+        grads.append(torch.autograd.grad(result.square().sum(), (hidden, weight)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with pytest.raises(ValueError, match="at least 1 token"):
+        chunked_log_probs(rows, weight, ids, chunk_size=0)
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
+    hidden, weight, targets, _ = problem(0, 5, 3, torch.float32)
+    for frozen in (False, True):
+        result = action_log_probs(hidden, weight.detach() if frozen else weight, targets)
+        assert result.shape == (0,)
+        assert result.dtype == torch.float32
+        result.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.shape == (0, 3)
+    assert torch.equal(weight.grad, torch.zeros(5, 3))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nan_stays_in_its_row(frozen: bool) -> None:
+    hidden, weight, targets, upstream = problem(9, 20, 4)
+    weight = weight.detach().requires_grad_(not frozen)
+    upstream = upstream.index_fill(0, torch.tensor(3), 0.0)
+    wanted = [hidden] if frozen else [hidden, weight]
+    clean = torch.autograd.grad(full(hidden, weight, targets)[0], wanted, upstream)
+    dirty = hidden.detach().clone()
+    dirty[3, 1] = torch.nan
+    dirty.requires_grad_()
+    result = action_log_probs(dirty, weight, targets, tile_bytes=200)
+    assert result.isnan().tolist() == [i == 3 for i in range(9)]
+    wanted = [dirty] if frozen else [dirty, weight]
+    agree(torch.autograd.grad(result, wanted, upstream), clean)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_padded_vocabulary_stays_finite(entropy: bool) -> None:
+    """A first tile of nothing but -inf must not give -inf - (-inf)."""
+    hidden, weight, _, upstream = problem(6, 40, 4)
+    targets = torch.randint(20, 40, (6,))
+    bias = torch.zeros(40, dtype=torch.float64)
+    bias[:20] = -torch.inf
+    ours = action_log_probs(hidden, weight, targets, bias=bias, return_entropy=entropy, tile_bytes=8 * 6 * 10)
+    hidden2, weight2 = hidden.detach().requires_grad_(), weight.detach()[20:].requires_grad_()
+    plain = full(hidden2, weight2, targets - 20)
+    loss = (ours[0] * upstream + ours[1]).sum() if entropy else (ours * upstream).sum()
+    plain_loss = (plain[0] * upstream + plain[1]).sum() if entropy else (plain[0] * upstream).sum()
+    agree(loss, plain_loss)
+    ours_grad = torch.autograd.grad(loss, (hidden, weight))
+    plain_grad = torch.autograd.grad(plain_loss, (hidden2, weight2))
+    agree(ours_grad[0], plain_grad[0])
+    agree(ours_grad[1][20:], plain_grad[1])
+    assert torch.equal(ours_grad[1][:20], torch.zeros(20, 4, dtype=torch.float64))
+
+
+def test_extreme_logits_stay_finite() -> None:
+    hidden = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    for softcap in (None, 30.0):
+        for targets in (torch.tensor([0, 0, 0]), torch.tensor([1, 2, 0])):
+            logp, entropy = action_log_probs(
+                hidden, weight, targets, softcap=softcap, return_entropy=True, tile_bytes=8
+            )
+            grads = torch.autograd.grad((logp + entropy).sum(), (hidden, weight))
+            assert all(bool(part.isfinite().all()) for part in (logp, entropy, *grads))
+            # float32 rounds a logit of 30 by 2e-6, one of 1e4 by 5e-4: relative to the log-prob, 1e-7
+            exact = full(hidden.double(), weight.double(), targets, softcap=softcap)[0]
+            torch.testing.assert_close(logp.double(), exact, rtol=1e-6, atol=4e-6)
+
+
+def test_a_zero_upstream_gives_zero_gradients() -> None:
+    hidden, weight, targets, _ = problem(4, 9, 3)
+    grads = torch.autograd.grad((action_log_probs(hidden, weight, targets) * 0).sum(), (hidden, weight))
+    assert all(torch.equal(part, torch.zeros_like(part)) for part in grads)
+
+
+def test_strides_tied_weights_and_checkpoint_change_nothing() -> None:
+    hidden, weight, targets, upstream = problem(10, 17, 6)
+    plain = torch.autograd.grad((full(hidden, weight, targets)[0] * upstream).sum(), (hidden, weight))
+    strided = [t.detach().T.contiguous().T.requires_grad_() for t in (hidden, weight)]
+    agree(torch.autograd.grad(action_log_probs(*strided, targets), strided, upstream), plain)
+    again = checkpoint(lambda h, w: action_log_probs(h, w, targets), hidden, weight, use_reentrant=False)
+    agree(torch.autograd.grad(again, (hidden, weight), upstream), plain)
+    table = weight.detach().requires_grad_()
+    tied = [
+        torch.autograd.grad((score * upstream).sum(), table)[0]
+        for score in (
+            action_log_probs(table[targets], table, targets),
+            full(table[targets], table, targets)[0],
+        )
+    ]
+    agree(*tied)
+
+
+def test_autocast_and_no_grad() -> None:
+    hidden, weight, targets, upstream = problem(10, 17, 8, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = action_log_probs(hidden, weight, targets)
+    rounded = action_log_probs(hidden.bfloat16(), weight.bfloat16(), targets)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, rounded)
+    (result * upstream).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.float32
+    with torch.no_grad():
+        assert not action_log_probs(hidden, weight, targets).requires_grad
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, targets, _ = problem(4, 9, 3)
+    for head in (weight, weight.detach()):
+        (grad,) = torch.autograd.grad(
+            action_log_probs(hidden, head, targets).sum(), hidden, create_graph=True
+        )
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            grad.sum().backward()
+
+
+def test_torch_func_is_refused() -> None:
+    hidden, weight, targets, _ = problem(4, 9, 3)
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda h: action_log_probs(h, weight, targets).sum())(hidden.detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": torch.tensor([0, 1, 9, 2])}, r"targets\[2\] is 9, outside the vocabulary of 9 rows"),
+        ({"targets": torch.tensor([0, -100, 8, -1])}, r"targets\[1\] is -100.*2 of 4"),
+        ({"targets": torch.tensor([0, 1, 2])}, "hidden has 4 tokens but targets has 3"),
+        ({"targets": torch.zeros(4)}, "int64 token ids, got torch.float32"),
+        ({"hidden": torch.zeros(4, 2)}, "width 2 but weight"),
+        ({"hidden": torch.zeros(1, 4, 3)}, "flatten rows first"),
+        ({"hidden": torch.zeros(4, 3, dtype=torch.float16)}, "weight is torch.float32"),
+        ({"hidden": torch.zeros(4, 3, dtype=torch.int64)}, "got torch.int64"),
+        ({"targets": torch.zeros(4, dtype=torch.int64, device="meta")}, "targets is on meta"),
+        ({"weight": torch.zeros(0, 3)}, "must not be empty"),
+        ({"bias": torch.zeros(8)}, r"bias must have shape \(9,\)"),
+        ({"bias": torch.zeros(9, dtype=torch.int64)}, "bias must be floating point"),
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"temperature": torch.ones(3)}, r"shape \(4,\), one a token"),
+        ({"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, r"temperature\[2\] must be positive, got 0.0"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"scale": float("nan")}, "scale must be positive"),
+        ({"tile_bytes": 0}, "tile_bytes must be positive"),
+        ({"logits": "bf16"}, "'float32' or 'input', got 'bf16'"),
+    ],
+)
+def test_wrong_input_is_named(change: dict[str, Any], message: str) -> None:
+    given = {
+        "hidden": torch.zeros(4, 3),
+        "weight": torch.zeros(9, 3),
+        "targets": torch.zeros(4).long(),
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        action_log_probs(**given)
+
+
+def test_a_log_sum_exp_of_the_wrong_tile_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: backward reads the next token's log-sum-exp."""
+    hidden, weight, targets, upstream = problem(8, 30, 4)
+    plain = torch.autograd.grad((full(hidden, weight, targets)[0] * upstream).sum(), (hidden, weight))
+    sloped = tiled_head.TiledHead._sloped
+
+    def shifted(self: Any, upstream: Any) -> Any:
+        right, unscale = sloped(self, upstream)
+        return tiled_head.Upstream(right.logp, None, right.log_sum_exp.roll(1), None), unscale
+
+    monkeypatch.setattr(tiled_head.TiledHead, "_sloped", shifted)
+    wrong = torch.autograd.grad(action_log_probs(hidden, weight, targets), (hidden, weight), upstream)
+    with pytest.raises(AssertionError):
+        agree(wrong, plain)

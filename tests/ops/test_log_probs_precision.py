@@ -1,0 +1,88 @@
+"""Error budgets: an error against float64 is at most twice that of full logits in the same dtype."""
+
+# N action tokens, V vocabulary, D width
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.ops.log_probs import action_log_probs, selected_log_probs
+
+
+def truth(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
+    """Log-probs and gradients in float64 from the same (rounded) inputs."""
+    leaves = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    log_probs = selected_log_probs(leaves[0] @ leaves[1].T, targets)
+    return log_probs.detach(), *torch.autograd.grad(log_probs, leaves, upstream.double())
+
+
+def draw(n: int, v: int, d: int, dtype: torch.dtype, peak: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Half of the targets are the likeliest token, as sampled tokens are; `peak` is the logits' spread."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, d, generator=generator).to(dtype)
+    weight = (torch.randn(v, d, generator=generator) * peak / d**0.5).to(dtype)
+    targets = torch.randint(v, (n,), generator=generator)
+    likeliest = (hidden.float() @ weight.float().T).argmax(1)
+    targets = torch.where(torch.arange(n) % 2 == 0, likeliest, targets)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets, torch.randn(n, generator=generator)
+
+
+@pytest.mark.parametrize("peak", [1.0, 8.0])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "logits"),
+    [
+        (torch.float32, "float32"),
+        (torch.bfloat16, "float32"),
+        (torch.bfloat16, "input"),
+        (torch.float16, "float32"),
+    ],
+)
+def test_errors_are_within_twice_those_of_full_logits(
+    dtype: torch.dtype, logits: str, frozen: bool, peak: float
+) -> None:
+    hidden, weight, targets, upstream = draw(48, 3000, 128, dtype, peak)
+    exact, hidden_exact, weight_exact = truth(hidden, weight, targets, upstream)
+    plain = selected_log_probs(hidden @ weight.T, targets)
+    plain_hidden, plain_weight = torch.autograd.grad(plain, (hidden, weight), upstream)
+    head = weight.detach() if frozen else weight
+    ours = action_log_probs(hidden, head, targets, logits=logits, tile_bytes=1 << 17)  # type: ignore[arg-type]
+
+    def relative(found: Tensor, exact: Tensor) -> float:
+        return float((found.double() - exact).norm() / exact.norm())
+
+    assert ours.dtype == torch.float32
+    worst, plain_worst = ((found.double() - exact).abs().max() for found in (ours, plain))
+    assert worst <= 2 * plain_worst + 1e-6
+    if logits == "float32":
+        # four float32 roundings of the largest logit; one bf16 rounding is 16,000 times as much
+        largest = (hidden.double() @ weight.double().T).abs().max()
+        assert worst <= 4 * torch.finfo(torch.float32).eps * largest
+    gradients = torch.autograd.grad(ours, [hidden] if frozen else [hidden, weight], upstream)
+    assert relative(gradients[0], hidden_exact) <= 2 * relative(plain_hidden, hidden_exact) + 1e-5
+    if not frozen:
+        assert relative(gradients[1], weight_exact) <= 2 * relative(plain_weight, weight_exact) + 1e-5
+
+
+@pytest.mark.parametrize("tile_bytes", [1 << 12, 1 << 16, 1 << 20, None])
+def test_a_bf16_weight_gradient_over_many_same_signed_tokens(tile_bytes: int | None) -> None:
+    """16,384 tokens that all push one way: a bf16 sum would stall, a float32 one stays within 4e-3."""
+    generator = torch.Generator().manual_seed(0)
+    n, v, d = 16_384, 12, 8
+    hidden = (torch.rand(n, d, generator=generator) + 0.5).bfloat16()
+    weight = (torch.randn(v, d, generator=generator) * 0.1).bfloat16().requires_grad_()
+    targets = torch.zeros(n, dtype=torch.int64)
+    upstream = torch.rand(n, generator=generator) + 0.5
+    _, _, exact = truth(hidden, weight, targets, upstream)
+    log_probs = action_log_probs(hidden, weight, targets, tile_bytes=tile_bytes)
+    (found,) = torch.autograd.grad(log_probs, weight, upstream)
+    assert float(((found.double() - exact).abs() / exact.abs()).max()) <= 4e-3
+
+
+def test_float32_log_probs_beat_full_logits_at_a_large_vocabulary() -> None:
+    hidden, weight, targets, upstream = draw(16, 100_000, 32, torch.float32, 3.0)
+    exact, *_ = truth(hidden, weight, targets, upstream)
+    with torch.no_grad():
+        ours = action_log_probs(hidden, weight, targets)
+        plain = selected_log_probs(hidden @ weight.T, targets)
+    assert (ours.double() - exact).abs().max() <= (plain.double() - exact).abs().max() + 1e-6

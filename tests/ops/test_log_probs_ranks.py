@@ -1,0 +1,90 @@
+"""Two ranks: vocabulary shards give what one gives; a weight sharded by FSDP2 is gathered and averaged."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from agentrl.ops.fused_loss import fused_policy_loss
+from agentrl.ops.log_probs import action_log_probs
+
+SIZES = (11, 23)  # rows of the vocabulary that each rank holds
+
+
+def _drawn() -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(13, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(sum(SIZES), 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(sum(SIZES), generator=generator, dtype=torch.float64, requires_grad=True)
+    temperature = (torch.rand(13, generator=generator, dtype=torch.float64) + 0.5).requires_grad_()
+    targets = torch.randint(sum(SIZES), (13,), generator=generator)
+    upstream = torch.randn(13, generator=generator, dtype=torch.float64).index_fill(
+        0, torch.tensor([2, 5]), 0.0
+    )
+    return hidden, weight, bias, temperature, targets, upstream
+
+
+def _shards(rank: int) -> None:
+    hidden, weight, bias, temperature, targets, upstream = _drawn()
+    rows = slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
+    part, part_bias = (t.detach()[rows].clone().requires_grad_() for t in (weight, bias))
+    group = dist.group.WORLD
+    close = {"rtol": 1e-11, "atol": 1e-12}
+    whole_leaves, part_leaves = [hidden, temperature, weight, bias], [hidden, temperature, part, part_bias]
+
+    def check(whole: Any, shard: Any, upstream: Any) -> None:
+        torch.testing.assert_close(shard, whole, **close)
+        wanted = torch.autograd.grad(whole, whole_leaves, upstream)
+        found = torch.autograd.grad(shard, part_leaves, upstream)
+        torch.testing.assert_close(found, (*wanted[:2], wanted[2][rows], wanted[3][rows]), **close)
+
+    more: dict[str, Any] = {"temperature": temperature, "softcap": 4.0, "tile_bytes": 300}
+    whole = action_log_probs(hidden, weight, targets, bias=bias, return_entropy=True, **more)
+    shard = action_log_probs(hidden, part, targets, bias=part_bias, return_entropy=True, group=group, **more)
+    check(whole, shard, (upstream, upstream.flip(0)))
+    whole = action_log_probs(hidden, weight, targets, bias=bias, **more)
+    check(whole, action_log_probs(hidden, part, targets, bias=part_bias, group=group, **more), upstream)
+    fused = [
+        fused_policy_loss(hidden, w, targets, lambda p, _, i: upstream[i] * p, bias=b, group=g, **more).loss
+        for w, b, g in ((weight, bias, None), (part, part_bias, group))
+    ]
+    check(fused[0], fused[1], torch.tensor(2.0, dtype=torch.float64))
+    frozen = [
+        torch.autograd.grad(action_log_probs(hidden, w.detach(), targets, group=g), hidden, upstream)[0]
+        for w, g in ((weight, None), (part, group))
+    ]
+    torch.testing.assert_close(frozen[1], frozen[0], **close)
+
+
+def _sharded_by_fsdp(rank: int) -> None:
+    """Each rank scores its own tokens; the weight's gradient is the mean over ranks, as FSDP2 has it."""
+    hidden, weight, _, _, targets, upstream = _drawn()
+    model = nn.Linear(5, sum(SIZES), bias=False, dtype=torch.float64)
+    model.weight.data.copy_(weight.detach())
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    mine = slice(rank * 6, rank * 6 + 6)
+    action_log_probs(hidden[mine], model.weight, targets[mine]).backward(upstream[mine])
+    plain = action_log_probs(hidden[:12], weight, targets[:12])
+    (wanted,) = torch.autograd.grad(plain, weight, upstream[:12] / 2)
+    gradient: Any = model.weight.grad
+    torch.testing.assert_close(gradient.full_tensor(), wanted, rtol=1e-11, atol=1e-12)
+
+
+def _start(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        _shards(rank)
+        _sharded_by_fsdp(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    """A failing comparison on either rank is raised here with its traceback."""
+    mp.spawn(_start, (str(tmp_path / "store"),), nprocs=2)
