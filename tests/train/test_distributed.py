@@ -184,6 +184,21 @@ def test_a_rank_that_dies_ends_the_others_with_a_clear_message(
     assert_same_learning(alone, path)
 
 
+def test_shares_of_the_groups_are_what_one_rank_samples() -> None:
+    model = new_trainer().model
+
+    def sampled(share: Any) -> tuple[list[Any], list[Any]]:
+        return sample_step(
+            model, NoBs, TASKS, Letters(), CONFIG.rl, torch.Generator().manual_seed(3), share=share
+        )
+
+    kept, whole = sampled(None)
+    parts = [sampled(Ranks(rank, 5).share) for rank in range(5)]  # more ranks than groups
+    for want, got in ((kept, [t for k, _ in parts for t in k]), (whole, [t for _, s in parts for t in s])):
+        assert [(t.episode, t.ids.tolist()) for t in got] == [(t.episode, t.ids.tolist()) for t in want]
+    assert {len(s) for _, s in parts} == {0, CONFIG.rl.group_size}
+
+
 def test_low_precision_computes_on_copies_of_float32_weights(in_ranks: Any) -> None:
     def on_rank(ranks: Ranks) -> list[str]:
         trainer = new_trainer()
