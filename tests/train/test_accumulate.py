@@ -284,6 +284,15 @@ def test_plans_that_do_not_hold_the_step_are_refused() -> None:
             accumulate(copy.deepcopy(MODEL), trajs, advantages, cfg, DealtPlan(ranks))
 
 
+def test_a_trajectory_beyond_the_budget_is_refused() -> None:
+    trajs, _ = make_step(6, seed=1)
+    longest = max(t.num_tokens for t in trajs)
+    for packing in ("packed", "tree", "padded"):
+        assert plan_rows(trajs, packing, longest).ranks
+        with pytest.raises(ValueError, match="raise microbatch_tokens"):
+            plan_rows(trajs, packing, longest - 1)
+
+
 def test_a_dummy_touches_every_gradient_and_adds_nothing() -> None:
     trajs, advantages = make_step(3, seed=1)
     for packing in ("packed", "tree", "padded"):

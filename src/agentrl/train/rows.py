@@ -64,6 +64,12 @@ def plan_rows(trajs: Sequence[Trajectory], packing: Packing, max_tokens: int, nu
     Raises ValueError for a trajectory longer than max_tokens.
     """
     lengths = [t.num_tokens for t in trajs]
+    for i, length in enumerate(lengths):
+        if length > max_tokens:
+            raise ValueError(
+                f"trajectory {i} has {length} tokens but a microbatch holds {max_tokens}; "
+                "raise microbatch_tokens"
+            )
     if packing == "padded":
         return DealtPlan.deal(token_budget_batches(lengths, max_tokens), num_ranks)
     sequences = prefix_forest([t.ids for t in trajs]) if packing == "tree" else lengths

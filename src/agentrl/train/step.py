@@ -247,10 +247,10 @@ def update_policy(
     """Update the policy in place from trajectories with advantages [B], the same on every rank.
 
     cfg.num_epochs passes of cfg.num_minibatches optimizer steps each, over trajectories shuffled by
-    `generator`; each optimizer step is split into microbatches of at most cfg.microbatch_tokens. The loss is
-    the clipped policy-gradient loss against the sampler's log-probs, plus cfg.kl_coef times the k3 estimate
-    of the KL divergence to `reference`; its weights are those of cfg.loss_mode over the trajectories of each
-    optimizer step.
+    `generator`; each optimizer step is split into microbatches of at most cfg.token_budget tokens. The loss
+    is the clipped policy-gradient loss against the sampler's log-probs, plus cfg.kl_coef times the k3
+    estimate of the KL divergence to `reference`; its weights are those of cfg.loss_mode over the
+    trajectories of each optimizer step.
 
     Returns `loss` and `grad_norm` (means over optimizer steps), `entropy`, `ratio_mean`, `ratio_max`,
     `clip_frac` and, with a KL term, `kl` (over the action tokens of all passes), `distortion` (the largest
@@ -268,7 +268,7 @@ def update_policy(
         order = learning[torch.randperm(learning.numel(), generator=generator)]
         for part in order.tensor_split(min(cfg.num_minibatches, learning.numel())):
             chosen = [trajs[i] for i in part.tolist()]
-            plan = plan_rows(chosen, cfg.packing, cfg.microbatch_tokens, ranks.num_ranks)
+            plan = plan_rows(chosen, cfg.packing, cfg.token_budget, ranks.num_ranks)
             own = accumulate(
                 policy, chosen, advantages[part], cfg, plan, rank=ranks.rank, reference=reference
             )
