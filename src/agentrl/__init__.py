@@ -31,6 +31,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "ops.losses": ("aggregate_loss", "kl_to_reference", "policy_loss", "reinforce_loss"),
     "ops.fused_loss": ("fused_policy_loss",),
+    "models.tiny": ("TinyAgent",),
     "models.scoring": ("sequence_log_probs", "packed_logits", "packed_log_probs"),
     "rollout.episode": ("sample_groups", "sample_step"),
     "train.config": ("RLConfig", "RunConfig"),

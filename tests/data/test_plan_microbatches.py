@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.data.microbatch import MicrobatchPlan, plan_microbatches
-from agentrl.data.prefix_tree import prefix_forest
+from agentrl.data.packing import pack_sequences
+from agentrl.data.prefix_tree import PrefixForest, prefix_forest
 from agentrl.data.sequence_cost import attention_cost
+from agentrl.data.trajectory import Trajectory
 from agentrl.plan.configs import find_model
 
 CAP, RANKS = 65_536, 8
@@ -96,8 +98,8 @@ def test_a_plan_takes_milliseconds() -> None:
         start = time.process_time()
         plan_microbatches(lengths, max_tokens=CAP, num_ranks=RANKS, cost=cost)
         seconds.append(time.process_time() - start)
-    # The target is a median of 50 ms; processes that share the caches of a busy machine double CPU time.
-    assert median(seconds) < 0.1, seconds
+    # The best of seven: on a busy machine, processes that share the caches double each other's CPU time.
+    assert min(seconds) < 0.05, seconds
 
 
 @pytest.mark.parametrize("objective", ["lockstep", "rank_sum"])
@@ -194,6 +196,43 @@ def test_the_lower_bound_is_one(lengths: list[int], num_ranks: int) -> None:
     )
 
 
+def best_of_all_plans(lengths: list[int], cap: int, num_slots: int, cost: Callable[[int], float]) -> float:
+    """The least sum of slot maxima on 2 ranks, over every placement with no bin empty."""
+    num_bins = 2 * num_slots
+    placements = np.array(list(itertools.product(range(num_bins), repeat=len(lengths))))
+    here = placements[:, None, :] == np.arange(num_bins)[:, None]  # [placements, bins, sequences]
+    tokens, costs = here @ np.array(lengths), here @ np.array([cost(n) for n in lengths])
+    allowed = (tokens <= cap).all(1) & (tokens > 0).all(1)
+    return float(costs[allowed].reshape(-1, num_slots, 2).max(2).sum(1).min())
+
+
+def test_small_plans_are_near_the_best_of_all() -> None:
+    generator = np.random.default_rng(0)
+    excess: list[float] = []
+    while len(excess) < 50:
+        lengths = generator.integers(1, 21, int(generator.integers(4, 8))).tolist()
+        plan = plan_microbatches(lengths, max_tokens=20, num_ranks=2, cost=lambda n: n * (1 + n / 10))
+        if plan.num_microbatches <= 2:
+            best = best_of_all_plans(lengths, 20, plan.num_microbatches, lambda n: n * (1 + n / 10))
+            found = sum(max(slot) for slot in zip(*plan.costs, strict=True))
+            assert found >= best * (1 - 1e-12)
+            excess.append(found / best - 1)
+    assert np.mean(np.array(excess) < 1e-9) >= 0.9
+    assert np.mean(excess) <= 0.005
+
+
+def test_a_wrong_plan_is_seen() -> None:
+    plan = plan_microbatches([6, 6, 6, 2, 2, 2], max_tokens=8, num_ranks=2)
+    check_plan(plan, 6, 2)
+    moved = [[list(slot) for slot in rank] for rank in plan.ranks]
+    moved[0][1], moved[0][0] = [], moved[0][0] + moved[0][1]
+    doubled = [[list(slot) for slot in rank] for rank in plan.ranks]
+    doubled[0][0].append(doubled[1][0][0])
+    for wrong in (moved, doubled, plan.ranks[:1], [plan.ranks[0], plan.ranks[1][:1]]):
+        with pytest.raises(AssertionError):
+            check_plan(replace(plan, ranks=wrong), 6, 2)
+
+
 def test_the_plan_is_the_same_in_every_process() -> None:
     code = (
         "import json, agentrl as arl; from agentrl.plan.configs import find_model\n"
@@ -223,8 +262,9 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="length at index 1"):
         plan_microbatches([3, 0], max_tokens=8)
     for name in ("max_tokens", "num_ranks", "min_microbatches", "multiple_of"):
+        arguments: dict[str, Any] = {"max_tokens": 8, name: 0}
         with pytest.raises(ValueError, match=name):
-            plan_microbatches([3], **{"max_tokens": 8, name: 0})
+            plan_microbatches([3], **arguments)
     with pytest.raises(ValueError, match="objective"):
         plan_microbatches([3], max_tokens=8, objective="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overflow"):
@@ -331,6 +371,30 @@ def test_every_plan_of_trees(
     assert certificate.fill == pytest.approx(tokens / (cap * num_ranks * plan.num_microbatches), rel=1e-12)
     if overflow == "truncate":
         assert certificate.lower_bound >= -(-unique_tokens(kept) // (cap * num_ranks))
+
+
+def test_a_microbatch_of_trees_is_one_row() -> None:
+    ids = sequences(*("pppp" + c * n for c in "abcde" for n in (3, 7)), *("qq" + c * 5 for c in "abcde"))
+    trajs = [Trajectory(s, torch.ones(len(s) - 1), -torch.ones(len(s) - 1), reward=0.0) for s in ids]
+    plan = plan_microbatches(prefix_forest(ids), max_tokens=24, num_ranks=2)
+    check_plan(plan, 15, 2)
+    for slot in itertools.chain(*plan.ranks):
+        packed = pack_sequences([trajs[i] for i in slot], 24, share_prefixes=True)
+        assert len(packed.rows) == 1
+
+
+def test_forests_of_several_ranks_join_without_their_tokens() -> None:
+    ids = sequences(*("pppp" + c for c in "abcd"), "zz", *("qqqqq" + c for c in "abc"))
+    parts = [prefix_forest(ids[:5]), prefix_forest(ids[5:])]
+    joined = PrefixForest(
+        np.concatenate([parts[0].members, parts[1].members + 5]),
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.shared for part in parts]),
+    )
+    plan = plan_microbatches(joined, max_tokens=12, num_ranks=2)
+    whole = plan_microbatches(prefix_forest(ids), max_tokens=12, num_ranks=2)
+    check_plan(plan, 8, 2)
+    assert sorted(plan.costs) == sorted(whole.costs)
 
 
 def test_a_cost_that_falls_with_length_is_refused_for_trees() -> None:

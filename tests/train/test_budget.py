@@ -1,7 +1,11 @@
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from agentrl.data.packing import pack_sequences
@@ -90,6 +94,33 @@ def test_running_out_of_memory_is_an_answer() -> None:
 
     budget = suggest_max_tokens(tiny(), longest=50, limit_bytes=10**9, step=step)
     assert budget <= 777 <= budget * 1.02 + 1
+
+
+def budget_of_rank(rank: int, store: Path, found: "Queue[tuple[int, int]]") -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def step(trajs: list[Trajectory]) -> Tensor:
+        dist.barrier()  # hangs unless both ranks run the same number of steps
+        return torch.empty(sum(t.num_tokens for t in trajs) * 1000 * (rank + 1), dtype=torch.uint8)
+
+    policy = tiny()
+    limit = parameter_bytes(policy) + 2_000_000
+    found.put((rank, suggest_max_tokens(policy, longest=100, limit_bytes=limit, step=step)))
+    dist.destroy_process_group()
+
+
+def test_ranks_agree_on_what_fits_them_all(tmp_path: Path) -> None:
+    context = get_context("fork")
+    found = context.Queue()
+    ranks = [context.Process(target=budget_of_rank, args=(r, tmp_path / "store", found)) for r in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    budgets = dict(found.get(timeout=60) for _ in ranks)
+    for rank in ranks:
+        rank.join(timeout=60)
+        assert rank.exitcode == 0
+    assert budgets[0] == budgets[1]
+    assert 980 <= budgets[0] <= 1000  # 1000 fit rank 1, 2000 would fit rank 0
 
 
 def test_no_more_is_tried_than_allowed() -> None:

@@ -16,7 +16,8 @@ Objective = Literal["lockstep", "rank_sum"]
 Ints = NDArray[np.int64]
 
 _PER_LANE = 4  # exchanges within a slot, at most, for each of its lanes
-_ROUNDS = 64  # exchanges over all bins that are tried after those within each slot
+_WORK = 500_000  # pairs of atoms that are looked at, over all bins, after the exchanges within each slot
+_WORK_EACH = 1500  # pairs that take as long as an exchange takes otherwise
 _PAIRS = 1 << 15  # pairs of atoms that one exchange is chosen from, at most
 _NEGLIGIBLE = 1 << 14  # a group whose slowest lane exceeds the mean by less than 1 part in this is done
 
@@ -157,14 +158,19 @@ class _Exchange:
         return self.bin[: self.num_atoms]
 
     def improve_all(self) -> None:
-        """Improve the group with the most to gain, until none can be or the rounds are used up."""
+        """Improve the group with the most to gain, until none can be or the work is used up."""
         loads = self.load.reshape(-1, self.num_ranks)  # a view
         stuck = np.zeros(loads.shape[0], dtype=bool)
-        for _ in range(_ROUNDS):
+        work = 0
+        while work < _WORK:
             excess = np.where(stuck, -1, loads.max(1) * self.num_ranks - loads.sum(1))
             group = int(excess.argmax())
             if excess[group] <= 0:
                 return
+            slowest = int(
+                self.count[self.lane_of_bin == group * self.num_ranks + loads[group].argmax()].sum()
+            )
+            work += _WORK_EACH + min(slowest * self.costs.size, _PAIRS)
             partner = self.improve(group, within=False)
             stuck[group] = partner is None
             if partner is not None:
@@ -176,46 +182,48 @@ class _Exchange:
         Returns the group of the other lane, or None where no exchange helps.
         """
         loads = self.load.reshape(-1, self.num_ranks)
-        top, second, third = self._largest(loads[group])
+        top, second, third = [*np.sort(loads[group])[::-1].tolist(), 0, 0][:3]
         if (top * self.num_ranks - int(loads[group].sum())) * _NEGLIGIBLE <= top * self.num_ranks:
             return None
         slowest = group * self.num_ranks + int(loads[group].argmax())
-        mine = np.flatnonzero(self.lane[: self.num_atoms] == slowest)
-        others = self.lane != slowest
-        if within:
-            others &= self.lane // self.num_ranks == group
-        theirs = np.flatnonzero(others)
-        theirs = theirs[:: -(-mine.size * theirs.size // _PAIRS)]
-
-        cost = self.costs[mine][:, None] - self.costs[theirs]  # [mine, theirs] that the slowest lane sheds
-        size = self.sizes[mine][:, None] - self.sizes[theirs]
-        my_bin, bin_ = self.bin[mine], self.bin[theirs]
-        fits = (cost > 0) & (size <= self.room[bin_]) & (-size <= self.room[my_bin][:, None])
-        fits &= (self.count[my_bin] > 1)[:, None] | (theirs < self.num_atoms)
-
-        lane = self.lane[theirs]
-        load, group_of = self.load[lane], lane // self.num_ranks
-        mine_after, theirs_after = top - cost, load + cost
+        atoms, others = self._pairs(slowest, group if within else None)
+        if atoms.size == 0:
+            return None
+        shed = self.costs[atoms] - self.costs[others]
+        lanes = self.lane[others]
+        load, groups = self.load[lanes], lanes // self.num_ranks
         # Within a group the largest load afterwards is that of the two lanes or of a third.
-        slower = np.maximum(mine_after, theirs_after)
-        inside = top - np.maximum(slower, np.where(load == second, third, second))
-        across = top - np.maximum(mine_after, second)
-        across -= np.maximum(theirs_after - loads.max(1)[group_of], 0)
-        gain = np.where(fits, np.where(group_of == group, inside, across), -1)
+        slower = np.maximum(top - shed, load + shed)
+        gain = top - np.maximum(slower, np.where(load == second, third, second))
+        if not within:
+            across = top - np.maximum(top - shed, second)
+            across -= np.maximum(load + shed - loads.max(1)[groups], 0)
+            gain = np.where(groups == group, gain, across)
         best = int(gain.argmax())
-        if gain.flat[best] <= 0:
+        if gain[best] <= 0:
             # Two lanes may be the slowest: then it helps to lower one of them.
-            gain = np.where(fits & (group_of == group), top - slower, -1)
+            gain = np.where(groups == group, top - slower, 0)
             best = int(gain.argmax())
-            if gain.flat[best] <= 0:
+            if gain[best] <= 0:
                 return None
-        row, column = divmod(best, theirs.size)
-        self._swap(int(mine[row]), int(theirs[column]))
-        return int(group_of[column])
+        self._swap(int(atoms[best]), int(others[best]))
+        return int(groups[best])
 
-    def _largest(self, loads: Ints) -> tuple[int, int, int]:
-        ordered = np.sort(loads)[::-1].tolist()
-        return ordered[0], ordered[1] if len(ordered) > 1 else 0, ordered[2] if len(ordered) > 2 else 0
+    def _pairs(self, slowest: int, group: int | None) -> tuple[Ints, Ints]:
+        """Atoms of the slowest lane, and others of the group if given, whose exchange fits and helps it."""
+        mine = np.flatnonzero(self.lane[: self.num_atoms] == slowest)
+        elsewhere = self.lane != slowest
+        if group is not None:
+            elsewhere &= self.lane // self.num_ranks == group
+        theirs = np.flatnonzero(elsewhere)
+        theirs = theirs[:: -(-mine.size * theirs.size // _PAIRS)]
+        more = self.sizes[mine][:, None] - self.sizes[theirs]
+        my_bin = self.bin[mine]
+        fits = self.costs[mine][:, None] > self.costs[theirs]
+        fits &= (more <= self.room[self.bin[theirs]]) & (-more <= self.room[my_bin][:, None])
+        fits &= (self.count[my_bin] > 1)[:, None] | (theirs < self.num_atoms)  # no bin becomes empty
+        rows, columns = np.nonzero(fits)
+        return mine[rows], theirs[columns]
 
     def _swap(self, atom: int, other: int) -> None:
         source, target = int(self.bin[atom]), int(self.bin[other])

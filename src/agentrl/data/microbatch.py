@@ -165,7 +165,9 @@ def plan_microbatches(
         fair = math.fsum(atom.cost for atom in atoms) / (plan.num_microbatches * num_ranks)
         more = evened(atoms, fair, prices, max_tokens)
         if len(more) > len(atoms):
-            plan = min(plan, _placed(more, request, step, prices), key=request.duration)
+            other = _placed(more, request, step, prices)
+            if other.num_microbatches <= plan.num_microbatches:
+                plan = min(plan, other, key=request.duration)
     return plan
 
 

@@ -104,7 +104,9 @@ class BugFixEnv:
         return "ok\n"
 
     def _passes(self, cases: Sequence[Case]) -> list[bool]:
-        return [o.ok and same_value(o.value, c.wanted) for o, c in zip(self._outcomes(cases), cases, strict=True)]
+        return [
+            o.ok and same_value(o.value, c.wanted) for o, c in zip(self._outcomes(cases), cases, strict=True)
+        ]
 
     def _outcomes(self, cases: Sequence[Case]) -> list[Outcome]:
         assert self._task is not None

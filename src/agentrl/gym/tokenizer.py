@@ -142,7 +142,9 @@ class Tokenizer:
             for i, token in enumerate([core] if core in self._id_of or not core else core):
                 self._place(tokens, spacing, len(match[1]) if i == 0 else 0, token)
         if end != len(text):
-            raise ValueError(f"cannot encode {text[end]!r} at position {end}: only printable ASCII and newlines")
+            raise ValueError(
+                f"cannot encode {text[end]!r} at position {end}: only printable ASCII and newlines"
+            )
         return tokens
 
     def _place(self, tokens: list[str], spacing: Spacing, num_spaces: int, token: str) -> None:

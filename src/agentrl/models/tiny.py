@@ -171,7 +171,9 @@ class TinyAgent(nn.Module):
         x = self._embed(ids, position_ids)
         row, column = is_new.nonzero(as_tuple=True)
         slot_of, place = slots[row], position_ids[row, column]
-        everything = batch == cache.num_slots and bool((slots == torch.arange(batch, device=ids.device)).all())
+        everything = batch == cache.num_slots and bool(
+            (slots == torch.arange(batch, device=ids.device)).all()
+        )
         for i, layer in enumerate(self.layers):
             q, k, v = layer.heads(x)
             keys, values = cache.keys[i], cache.values[i]

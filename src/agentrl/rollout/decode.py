@@ -20,7 +20,9 @@ _SMALL_WIDTH = 128
 class Stream:
     """The tokens of one episode while it is decoded, and its own source of randomness."""
 
-    uniforms: np.ndarray  # [max_tokens] float64 in [0, 1): one number a position, whatever else is being decoded
+    uniforms: (
+        np.ndarray
+    )  # [max_tokens] float64 in [0, 1): one number a position, whatever else is being decoded
     ids: list[int] = field(default_factory=list)
     is_action: list[bool] = field(default_factory=list)
     sample_logp: list[float] = field(default_factory=list)  # nats; 0 for forced tokens
@@ -52,7 +54,9 @@ class DecodeStats:
     """What the decoding cost."""
 
     num_positions: int = 0  # positions that went through the model
-    num_without_cache: int = 0  # positions that re-reading every prefix for every sampled token would have taken
+    num_without_cache: int = (
+        0  # positions that re-reading every prefix for every sampled token would have taken
+    )
     num_calls: int = 0  # forward passes
 
 

@@ -199,5 +199,3 @@ def groups_of(trajs: Sequence[Trajectory], group_size: int) -> list[Sequence[Tra
 def has_signal(group: Sequence[Trajectory]) -> bool:
     """Whether a group's rewards differ, so that its advantages are not all zero."""
     return any(traj.reward != group[0].reward for traj in group)
-
-

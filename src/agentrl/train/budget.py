@@ -1,19 +1,20 @@
 """The token budget of a microbatch, measured on the model and the machine that will run it."""
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.data.lengths import positive_whole
 from agentrl.data.packing import pack_sequences
 from agentrl.data.trajectory import Trajectory
 from agentrl.models.policy import Policy
-from agentrl.models.scoring import packed_log_probs
+from agentrl.models.scoring import as_policy, packed_log_probs
 from agentrl.ops.peak_memory import peak_bytes
 
 Step = Callable[[list[Trajectory]], Any]
@@ -24,7 +25,7 @@ _PROBES = 16  # steps that are run at most
 
 
 def suggest_max_tokens(
-    policy: Policy,
+    policy: Policy | nn.Module,
     *,
     longest: int,
     limit_bytes: int | None = None,
@@ -38,7 +39,7 @@ def suggest_max_tokens(
     Runs the longest sequence that is allowed, `longest` tokens all of which are actions, then microbatches of
     more and more such tokens, chosen by interpolation, until the largest that fits and the smallest that does
     not are within `tolerance` of each other. The result is one that was run; at most `at_most` tokens
-    (default 64 times `longest`) are tried.
+    (default 64 times `longest`) are tried. The policy is a Policy or a transformers causal LM.
 
     What counts is parameters, buffers, gradients and the peak of a step that accumulates into existing
     gradients; on CUDA, all tensors of this process. `reserved_bytes` of the limit stay free for what does not
@@ -55,6 +56,7 @@ def suggest_max_tokens(
     >>> suggest_max_tokens(policy, longest=32, limit_bytes=10**9, at_most=64)
     64
     """
+    policy = as_policy(policy)
     longest = positive_whole("longest", longest)
     at_most = 64 * longest if at_most is None else positive_whole("at_most", at_most)
     if longest < 2 or at_most < longest:
@@ -63,7 +65,7 @@ def suggest_max_tokens(
         raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}")
     if any(p.grad is not None for p in policy.module.parameters()):
         raise ValueError("the policy has gradients, which the measurement would add to; zero them first")
-    probe = _Probe(policy, step or (lambda trajs: _packed_step(policy, trajs)), longest)
+    probe = _Probe(policy, step or partial(_packed_step, policy), longest)
     limit = probe.limit(limit_bytes) - reserved_bytes
     try:
         with torch.random.fork_rng(devices=probe.cuda_devices):
