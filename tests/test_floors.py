@@ -22,8 +22,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data": (
         1,
         ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
-         "collate", "advantages", "weights", "lengths", "bins", "prefix_tree", "packing",
-         "sequence_cost", "atoms", "balance", "microbatch"),
+         "lengths", "collate", "advantages", "weights", "bins", "prefix_tree", "packing", "sequence_cost",
+         "atoms", "balance", "microbatch"),
     ),
     "ops": (
         2,
@@ -34,8 +34,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
-        ("config", "budget", "distributed", "checkpoint", "metrics", "step", "evaluate", "loop", "base",
-         "run"),
+        ("config", "budget", "distributed", "checkpoint", "metrics", "rows", "step", "evaluate", "loop",
+         "base", "run"),
     ),
     "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),

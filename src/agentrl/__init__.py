@@ -22,6 +22,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "data.microbatch": ("plan_microbatches", "token_budget_batches"),
     "data.collate": ("collate", "pad_rows"),
     "data.advantages": ("compute_advantages",),
+    "data.weights": ("Denominators", "microbatch_weight_distortion", "token_weights"),
     "ops.log_probs": (
         "selected_log_probs",
         "chunked_log_probs",
@@ -35,7 +36,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "rollout.episode": ("sample_groups", "sample_step"),
     "train.config": ("RLConfig", "RunConfig"),
     "train.budget": ("suggest_max_tokens",),
-    "train.step": ("rl_update",),
+    "train.step": ("accumulate", "rl_update"),
     "train.evaluate": ("behavior_stats", "evaluate"),
     "train.loop": ("train_rl",),
     "train.base": ("make_rl_base",),

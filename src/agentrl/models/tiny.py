@@ -66,6 +66,11 @@ class _Layer(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
+    def forward(self, x: Tensor, position_ids: Tensor, visible_until: Tensor) -> Tensor:
+        """The layer's output [R, L, D] for packed rows x [R, L, D]."""
+        q, k, v = self.heads(x)
+        return self.finish(x, attention(q, k, v, position_ids, visible_until))
+
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [R, H, L, E] of x [R, L, D]."""
         rows, length, width = x.shape
@@ -143,8 +148,7 @@ class TinyAgent(nn.Module):
         """Hidden states [R, L, D] after the final norm, of packed rows ids [R, L]; see Policy."""
         x = self._embed(ids, position_ids)
         for layer in self.layers:
-            q, k, v = layer.heads(x)
-            x = layer.finish(x, attention(q, k, v, position_ids, visible_until))
+            x = layer(x, position_ids, visible_until)
         return self.final_norm(x)
 
     def new_cache(self, num_slots: int, max_tokens: int) -> TinyCache:

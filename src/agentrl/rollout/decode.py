@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.models.policy import Policy
-from agentrl.models.scoring import head_logits
+from agentrl.models.policy import Policy, head_logits
 
 _SMALL_WIDTH = 128
 

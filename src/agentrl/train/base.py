@@ -22,7 +22,7 @@ from agentrl.gym.demonstrations import DemoConfig, Demonstration, demonstrations
 from agentrl.gym.programs import NAMES, task_shapes
 from agentrl.gym.tasks import make_tasks
 from agentrl.gym.tokenizer import Tokenizer
-from agentrl.models.scoring import head_logits
+from agentrl.models.policy import head_logits
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.ops.log_probs import selected_log_probs
 from agentrl.rollout.decode import threads_for
