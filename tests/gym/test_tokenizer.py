@@ -53,7 +53,13 @@ def test_other_characters_are_refused_by_name_and_place(text: str, place: int) -
 
 
 def said_by(env: BugFixEnv, task: Task, rng: random.Random) -> list[str]:
-    lines = [*task.source.split("\n")[1:], *task.fixed.split("\n")[1:], "return (", "return 1 // 0", "while 1: 0"]
+    lines = [
+        *task.source.split("\n")[1:],
+        *task.fixed.split("\n")[1:],
+        "return (",
+        "return 1 // 0",
+        "while 1: 0",
+    ]
     lines += ["return 'a\\u00e9  b'", "return {1: (x,), -2.5: None}", "return [-i for i in range(99)]"]
     said = [env.reset(task)]
     for _ in range(24):

@@ -97,7 +97,9 @@ def test_a_copied_slot_continues_like_its_source() -> None:
     model.extend(ids, torch.tensor([5]), torch.tensor([1]), cache)
     cache.copy(1, torch.tensor([0, 2]))
     assert cache.lengths.tolist() == [5, 5, 5]
-    hidden = model.extend(torch.tensor([[3], [3], [3]]), torch.ones(3, dtype=torch.int64), torch.arange(3), cache)
+    hidden = model.extend(
+        torch.tensor([[3], [3], [3]]), torch.ones(3, dtype=torch.int64), torch.arange(3), cache
+    )
     torch.testing.assert_close(hidden[[0, 2]], hidden[[1, 1]], rtol=1e-12, atol=1e-12)
 
 

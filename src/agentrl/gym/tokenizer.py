@@ -142,6 +142,7 @@ class Tokenizer:
             for i, token in enumerate([core] if core in self._id_of or not core else core):
                 self._place(tokens, spacing, len(match[1]) if i == 0 else 0, token)
         if end != len(text):
+            end += len(text[end:]) - len(text[end:].lstrip(" "))  # spaces before it are not to blame
             raise ValueError(
                 f"cannot encode {text[end]!r} at position {end}: only printable ASCII and newlines"
             )
