@@ -36,8 +36,8 @@ class Demonstration:
     """One episode: what the environment said and what the player did, in turn."""
 
     prompt: str
-    actions: list[str] = field(default_factory=list)
-    observations: list[str] = field(default_factory=list)  # the last action has none
+    actions: list[str] = field(default_factory=list[str])
+    observations: list[str] = field(default_factory=list[str])  # the last action has none
     reward: float = 0.0
 
 
@@ -53,7 +53,7 @@ def demonstrations(
 
 
 def drills(seed: int, count: int, forbidden: frozenset[str]) -> Iterator[Demonstration]:
-    """`count` exercises in copying: a view, then every rewrite of every line in turn, nothing run or submitted.
+    """`count` exercises in copying: a view, then every rewrite of every line in turn, nothing run.
 
     Nearly all their tokens are actions, so copying a line is learnt from few of them.
     """

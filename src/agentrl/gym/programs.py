@@ -150,10 +150,9 @@ class Program:
     def variables(self) -> list[str]:
         """Names in scope that hold data, in order of appearance."""
         found = dict.fromkeys(t for t in pieces(self.source.replace("\n", " ")) if _is_variable(t))
-        names = [
+        return [
             n for n in found if n != self.name and not hasattr(builtins, n) and n not in ("append", "items")
         ]
-        return names
 
 
 def canonical(source: str) -> str:

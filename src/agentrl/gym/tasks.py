@@ -280,7 +280,8 @@ _DRAFTS = (
     _Draft(
         "heldout",
         "off_by_one",
-        "def factorial(n):\n    total = 1\n    for i in range(1, n + 1):\n        total *= i\n    return total",
+        "def factorial(n):\n    total = 1\n    for i in range(1, n + 1):\n        total *= i\n"
+        "    return total",
         3,
         "for i in range(1, n):",
         ((2,), (1,), (3,), (0,)),

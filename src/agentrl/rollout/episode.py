@@ -71,12 +71,13 @@ class EpisodePlayer:
         if not 0 < len(prompt) < self._max_tokens:
             raise ValueError(
                 f"the prompt of task {self._task.name!r} has {len(prompt)} tokens but an episode holds "
-                f"{self._max_tokens}; it must have at least one and leave room for an action: raise max_tokens"
+                f"{self._max_tokens}; it must have at least one and leave room for an action: raise "
+                "max_tokens"
             )
         self.stream.force(prompt)
 
     def act(self, action: Sequence[int]) -> bool:
-        """Carry out an action; False when the episode is over, or when the observation does not fit any more."""
+        """Carry out an action; False when the episode is over or the observation does not fit any more."""
         self.num_turns += 1
         observation, reward, done = self._env.step(self._tok.decode(action))
         if done:
