@@ -101,9 +101,9 @@ def make_rl_base(
     """The supervised TinyAgent to start RL from: trained at the first call, then read from the cache.
 
     It can play BugFix but is far from perfect. The cache stands in `cache_dir` (default: `agentrl` in the
-    user's cache folder) under a key of everything that decides the result: the configuration, the vocabulary,
-    the sources, torch's version and the processor. A damaged cache file is replaced. `on_step(step, num_steps)`
-    hears of progress while training.
+    user's cache folder) under a key of everything that decides the result: the configuration, the
+    vocabulary, the sources, torch's version and the processor. A damaged cache file is replaced.
+    `on_step(step, num_steps)` hears of progress while training.
     """
     cfg = cfg or BaseConfig()
     path = (cache_dir or default_cache_dir()) / f"base-{cache_key(tok, cfg)}.safetensors"
@@ -135,7 +135,8 @@ def cache_key(tok: Tokenizer, cfg: BaseConfig) -> str:
     digest.update(json.dumps([asdict(cfg), tok.vocabulary, machine]).encode())
     for name in _SOURCES:
         spec = importlib.util.find_spec(name)
-        assert spec and spec.origin
+        assert spec is not None
+        assert spec.origin is not None
         digest.update(Path(spec.origin).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -198,10 +199,10 @@ def train_base(
 
 @torch.no_grad()
 def _introduce_names(model: TinyAgent, tok: Tokenizer, seed: int) -> None:
-    """Let the tasks' names start as the average name of a generated function, a little apart from each other.
+    """Let the tasks' names start as the average name of a generated function, a little apart.
 
-    No demonstration holds them. Trained along, as words that are never right, they would all have moved far out
-    in one direction (five times the length of a word in use), and as input they would confuse the model.
+    No demonstration holds them. Trained along, as words that are never right, they would all have moved far
+    out in one direction (five times the length of a word in use), and as input they would confuse the model.
     """
     embedding = model.token_embedding.weight
     names = [i for i, word in enumerate(tok.vocabulary) if word in {task.name for task in make_tasks()}]
