@@ -71,6 +71,7 @@ def report_base(base: arl.TinyAgent, tok: Tokenizer) -> None:
     """Pass rates, lengths and decoding cost of the base."""
     cfg = arl.RLConfig()
     header("base", "pass rate", "mixed groups of 8", "shortest", "median", "p90", "longest", "padding of 64")
+    decoding: list[str] = []
     for split in ("train", "heldout"):
         trajs, stats = play(
             base,
@@ -97,10 +98,11 @@ def report_base(base: arl.TinyAgent, tok: Tokenizer) -> None:
             lengths[-1],
             f"{padding:.0%}",
         )
-        print(
-            f"<!-- decoding {split}: {stats.num_positions:,} positions with the cache, {stats.num_without_cache:,} "
-            f"without, {stats.num_without_cache / stats.num_positions:.1f} times as many -->"
+        decoding.append(
+            f"decoding {split}: {stats.num_positions:,} positions with the cache, "
+            f"{stats.num_without_cache:,} without: {stats.num_without_cache / stats.num_positions:.1f} times as many"
         )
+    print("\n" + "\n".join(decoding))
 
 
 def report_runs(base: arl.TinyAgent, tok: Tokenizer, seeds: Sequence[int], steps: int) -> None:
