@@ -229,6 +229,9 @@ def _straight(rng: random.Random) -> Shape:
         return ("x", "lo", "hi"), [f"x = {f}(x, {first})", f"return {g}(x, {second})"], "iii"
     if kind < 0.3:
         f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
+        if rng.random() < 0.4:
+            last = rng.choice(["return n - k", "return k - n", "return n + k", "return n", "return k * n"])
+            return ("items", "k"), [f"n = {f}(items)", last], "li"
         last = rng.choice(["return a + b", "return b - a", "return a * b", "return [a, b]"])
         return ("items",), [f"a = {f}(items)", f"b = {g}(items)", last], "l"
     first = f"d = {_term(rng, a, b)}"

@@ -318,11 +318,11 @@ _DRAFTS = (
     _Draft(
         "heldout",
         "swapped",
-        "def change(a, b):\n    d = b - a\n    return d",
-        2,
-        "d = a - b",
-        ((3, 5), (5, 3), (4, 4), (0, 1)),
-        ((7, 2), (2, 9), (9, 1), (6, 0)),
+        "def rest(items, k):\n    n = len(items)\n    return n - k",
+        3,
+        "return k - n",
+        (([3], 1), ([1, 2], 1), ([4, 8], 0), ([6, 3, 5], 1)),
+        (([5, 1, 2], 2), ([2, 2], 1), ([7], 0), ([8, 4, 4, 1], 1)),
     ),
     _Draft(
         "heldout",
@@ -345,11 +345,11 @@ _DRAFTS = (
     _Draft(
         "heldout",
         "logic",
-        "def keep(x, k):\n    if x and k:\n        return x\n    return 0",
+        "def if_both(x, k):\n    return x and k",
         2,
-        "if x or k:",
+        "return x or k",
         ((1, 0), (1, 2), (0, 0), (3, 0)),
-        ((5, 0), (2, 7), (4, 0), (3, 3)),
+        ((5, 0), (2, 7), (4, 0), (3, 2)),
     ),
 )
 

@@ -39,9 +39,9 @@ class BaseConfig:
     """How the supervised start is trained."""
 
     seed: int = 0
-    num_demonstrations: int = 16_000
+    num_demonstrations: int = 15_000
     num_drills: int = 4000
-    num_steps: int = 4400
+    num_steps: int = 5000
     num_drill_steps: int = 1200  # the first of num_steps
     tokens_per_step: int = 384
     lr: float = 3e-3
