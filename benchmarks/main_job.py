@@ -98,9 +98,10 @@ def report_base(base: arl.TinyAgent, tok: Tokenizer) -> None:
             lengths[-1],
             f"{padding:.0%}",
         )
+        ratio = stats.num_without_cache / stats.num_positions
         decoding.append(
             f"decoding {split}: {stats.num_positions:,} positions with the cache, "
-            f"{stats.num_without_cache:,} without: {stats.num_without_cache / stats.num_positions:.1f} times as many"
+            f"{stats.num_without_cache:,} without: {ratio:.1f} times as many"
         )
     print("\n" + "\n".join(decoding))
 
