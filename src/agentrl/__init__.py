@@ -35,6 +35,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "train.step": ("rl_update",),
     "train.evaluate": ("behavior_stats", "evaluate"),
     "train.loop": ("train_rl",),
+    "train.curriculum": ("train_curriculum",),
     "train.base": ("make_rl_base",),
     "diagnose.analyze": ("AnalyzeOptions", "analyze"),
 }

@@ -131,9 +131,8 @@ class Display:
         seconds = record["seconds_sampling"] + record["seconds_training"]
         self._seconds += seconds
         self._num_steps += 1
-        figures = (
-            f"pass rate {record['pass_rate']:.2f}  {record['tokens'] / max(seconds, 1e-9):,.0f} tokens/s"
-        )
+        rate = "no episode played" if record["pass_rate"] is None else f"pass rate {record['pass_rate']:.2f}"
+        figures = f"{rate}  {record['tokens'] / max(seconds, 1e-9):,.0f} tokens/s"
         if not record["updated"]:
             figures += "  no update"
         if self.bar is not None:
@@ -160,13 +159,15 @@ def summary_table(summary: dict[str, Any], path: Path) -> Table:
     rows = {
         "held-out pass rate": f"{before:.2f} before, {after:.2f} after",
         "steps": f"{summary['steps']:,}, of which {summary['updates']:,} with an update",
-        "episodes": f"{summary['episodes']:,}",
+        "episodes": f"{summary['episodes']:,}, of which {summary['zero_adv_frac']:.0%} wasted: no gradient",
         "tokens": f"{summary['tokens']:,}",
         "seconds sampling": f"{summary['seconds_sampling']:.1f}",
         "seconds training": f"{summary['seconds_training']:.1f}",
         "seconds evaluating": f"{summary['seconds_evaluating']:.1f}",
         "run directory": str(path),
     }
+    if summary["errored_episodes"]:
+        rows["episodes that broke"] = f"{summary['errored_episodes']:,}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table
@@ -197,6 +198,7 @@ def main(args: list[str]) -> int:
     from agentrl.gym.tokenizer import build_tokenizer
     from agentrl.models.policy import Policy
     from agentrl.train.base import make_rl_base
+    from agentrl.train.curriculum import make_curriculum
     from agentrl.train.evaluate import evaluate
     from agentrl.train.loop import bugfix_trainer
     from agentrl.train.run import Hooks, train_run
@@ -209,7 +211,9 @@ def main(args: list[str]) -> int:
     display.phase("preparing the supervised base")
     model = make_rl_base(tok)
     model.to(torch.device(config.device))
-    trainer = bugfix_trainer(model, make_tasks("train"), tok, config.rl)
+    tasks = make_tasks("train")
+    curriculum = make_curriculum(config.curriculum, tasks, config.rl)
+    trainer = bugfix_trainer(model, tasks, tok, config.rl, curriculum)
 
     def evaluation(policy: Policy) -> dict[str, Any]:
         return evaluate(policy, heldout, tok, config.eval_samples, cfg=config.rl)
