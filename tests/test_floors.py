@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer",
                 "programs", "demonstrations")),
-    "curriculum": (0, ("pass_rate", "rules", "table", "sampler")),
+    "curriculum": (0, ("pass_rate", "rules", "table", "evidence", "sampler")),
     "plan": (
         0,
         ("gpus", "models", "configs", "roofline", "engine", "calibrate", "workload", "rollout", "memory",
@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "train": (
         5,
         ("config", "budget", "distributed", "checkpoint", "metrics", "rows", "step", "evaluate", "loop",
-         "base", "run"),
+         "curriculum", "base", "run"),
     ),
     "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),

@@ -39,6 +39,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "train.step": ("accumulate", "rl_update"),
     "train.evaluate": ("behavior_stats", "evaluate"),
     "train.loop": ("train_rl",),
+    "train.curriculum": ("train_curriculum",),
     "train.base": ("make_rl_base",),
     "diagnose.analyze": ("AnalyzeOptions", "analyze"),
 }

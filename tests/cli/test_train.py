@@ -61,11 +61,12 @@ def test_a_run_ends_with_a_table_and_its_files(tmp_path: Path, capsys: pytest.Ca
     assert "seconds sampling" in out
     assert "step   3/3  pass rate" in out
     assert "tokens/s" in out
+    assert "12, of which 100% wasted: no gradient" in out, "an untrained policy fixes nothing"
     assert "\x1b" not in out, "no terminal, no escape codes"
     assert {p.name for p in path.iterdir()} == {
         "config.toml", "metrics.jsonl", "checkpoints", "model.safetensors", "summary.json",
     }  # fmt: skip
-    assert len(records(path)) == 3
+    assert [record["pool"] for record in records(path)] == [2, 2, 2], "the default rule offers what it chose"
     summary = json.loads((path / "summary.json").read_text())
     assert summary["episodes"] == 12
     assert len(summary["after"]["per_task"]) == 10
@@ -80,6 +81,9 @@ def test_a_run_ends_with_a_table_and_its_files(tmp_path: Path, capsys: pytest.Ca
 
     assert main(["train", "--resume", str(path), "--lr", "0.5"]) == 2
     assert "other settings of [rl]" in capsys.readouterr().err
+
+    assert main(["train", "--resume", str(path), "--steps", "4", "--curriculum", "band"]) == 2
+    assert "made with curriculum top, not band, and cannot change it" in capsys.readouterr().err
 
     assert main(["eval", str(path), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)

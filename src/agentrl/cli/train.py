@@ -133,9 +133,8 @@ class Display:
         seconds = record["seconds_sampling"] + record["seconds_training"]
         self._seconds += seconds
         self._num_steps += 1
-        figures = (
-            f"pass rate {record['pass_rate']:.2f}  {record['tokens'] / max(seconds, 1e-9):,.0f} tokens/s"
-        )
+        rate = "no episode played" if record["pass_rate"] is None else f"pass rate {record['pass_rate']:.2f}"
+        figures = f"{rate}  {record['tokens'] / max(seconds, 1e-9):,.0f} tokens/s"
         if not record["updated"]:
             figures += "  no update"
         if self.bar is not None:
@@ -162,13 +161,15 @@ def summary_table(summary: dict[str, Any], path: Path) -> Table:
     rows = {
         "held-out pass rate": f"{before:.2f} before, {after:.2f} after",
         "steps": f"{summary['steps']:,}, of which {summary['updates']:,} with an update",
-        "episodes": f"{summary['episodes']:,}",
+        "episodes": f"{summary['episodes']:,}, of which {summary['zero_adv_frac']:.0%} wasted: no gradient",
         "tokens": f"{summary['tokens']:,}",
         "seconds sampling": f"{summary['seconds_sampling']:.1f}",
         "seconds training": f"{summary['seconds_training']:.1f}",
         "seconds evaluating": f"{summary['seconds_evaluating']:.1f}",
         "run directory": str(path),
     }
+    if summary["errored_episodes"]:
+        rows["episodes that broke"] = f"{summary['errored_episodes']:,}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table
@@ -223,6 +224,7 @@ def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
     from agentrl.gym.tokenizer import build_tokenizer
     from agentrl.models.policy import Policy
     from agentrl.train.base import make_rl_base
+    from agentrl.train.curriculum import make_curriculum
     from agentrl.train.distributed import own_device, shard_policy
     from agentrl.train.evaluate import evaluate
     from agentrl.train.loop import bugfix_trainer
@@ -248,11 +250,13 @@ def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
                 compute_dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else None,
                 checkpoint_activations=config.checkpoint_activations,
             )
+    tasks = make_tasks("train")
     trainer = bugfix_trainer(
         model,
-        make_tasks("train"),
+        tasks,
         tok,
         config.rl,
+        make_curriculum(config.curriculum, tasks, config.rl),
         ranks=ranks,
         reference=reference if config.rl.kl_coef else None,
     )

@@ -4,30 +4,18 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, TypeVar, cast
+from dataclasses import asdict
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
+from agentrl.curriculum.evidence import Counts, Played, reward_rows, rewards_by_group
 from agentrl.curriculum.pass_rate import BetaPosterior, Estimator, FloatArray, LastGroup
 from agentrl.curriculum.rules import RULES, IntArray, View, allocate, keep_probability
 from agentrl.curriculum.table import Key, TaskTable, task_key
 
 Task = TypeVar("Task")
 RuleName = Literal["uniform", "band", "top", "proportional", "thompson", "skip", "pools"]
-
-
-class Played(Protocol):
-    """What the sampler reads of a trajectory; `agentrl.data.trajectory.Trajectory` has it."""
-
-    @property
-    def reward(self) -> float: ...
-    @property
-    def info(self) -> dict[str, Any]: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def episode(self) -> str: ...
 
 
 def filter_by_pass_rate(
@@ -57,14 +45,6 @@ def filter_by_pass_rate(
         if len(rates) != len(tasks):
             raise ValueError(f"got {len(rates)} pass rates for {len(tasks)} tasks; give one a task, in order")
     return [task for task, rate in zip(tasks, rates, strict=True) if low < rate < high]
-
-
-@dataclass(slots=True)
-class _Counts:
-    num_groups: int = 0  # with at least one reward
-    num_zero_adv_groups: int = 0
-    num_episodes: int = 0  # errored ones too
-    num_errored_episodes: int = 0
 
 
 class TaskSampler:
@@ -144,7 +124,7 @@ class TaskSampler:
         self._credit = 0.0  # revisit slots earned and not yet given, below 1
         self._pool_size = 0  # at the last selection
         self._last_step = -1  # of an observation
-        self._total, self._of_step = _Counts(), _Counts()
+        self._total, self._of_step = Counts(), Counts()
 
     @classmethod
     def textbook(
@@ -258,19 +238,9 @@ class TaskSampler:
         if not groups:
             return
         rows = self._table.rows(keys)
-        sizes = [len(group) for group in groups]
-        if len(set(sizes)) == 1:
-            rewards = np.array(groups, np.float64).reshape(len(groups), -1)
-        else:
-            rewards = np.full((len(groups), max(sizes)), np.nan)
-            for i, group in enumerate(groups):
-                rewards[i, : sizes[i]] = np.array(group, np.float64)
-        infinite = np.isinf(rewards).any(1)
-        if infinite.any():
-            key = keys[int(np.argmax(infinite))]
-            raise ValueError(f"task {key!r} has an infinite reward; rewards must be finite, None or NaN")
+        rewards = reward_rows(keys, groups)
         if step > self._last_step:
-            self._last_step, self._of_step = step, _Counts()
+            self._last_step, self._of_step = step, Counts()
         num_usable = (~np.isnan(rewards)).sum(1)
         remaining, num_certain = np.flatnonzero(num_usable), 0
         while remaining.size:  # once, unless a task has several groups: those go in one after the other
@@ -278,35 +248,13 @@ class TaskSampler:
             num_certain += int(self._table.learn(rows[first], rewards[first], step).sum())
             remaining = np.setdiff1d(remaining, first)
         self._table.visit(rows, step)
-        num_episodes = sum(sizes)
         for counts in (self._total, self._of_step):
-            counts.num_groups += int(np.count_nonzero(num_usable))
-            counts.num_zero_adv_groups += num_certain
-            counts.num_episodes += num_episodes
-            counts.num_errored_episodes += num_episodes - int(num_usable.sum())
+            counts.add(num_usable, num_certain, num_episodes=sum(map(len, groups)))
 
     def observe_trajectories(self, trajectories: Iterable[Played], step: int) -> None:
         """`observe` for every group among the trajectories. An episode counts once, by its last trajectory;
         one whose `info['error']` is set broke; `info[metric]` decides where the sampler has a metric."""
-        groups: dict[tuple[Key, str], dict[str, float | None]] = {}
-        for trajectory in trajectories:
-            info = trajectory.info
-            if "task" not in info:
-                raise ValueError(
-                    "a trajectory's info has no 'task', the task's name, which the sampler needs"
-                )
-            if info.get("error"):
-                value = None
-            elif self._metric is None:
-                value = trajectory.reward
-            elif self._metric in info:
-                value = float(info[self._metric])
-            else:
-                raise ValueError(f"info of a trajectory of task {info['task']!r} has no {self._metric!r}")
-            group = groups.setdefault((task_key(info["task"]), trajectory.group), {})
-            group[trajectory.episode] = value
-        keys = [key for key, _ in groups]
-        self.observe_groups(keys, [list(group.values()) for group in groups.values()], step)
+        self.observe_groups(*rewards_by_group(trajectories, self._metric), step)
 
     def metrics(self) -> dict[str, float]:
         """What a run logs each step, as plain numbers.
@@ -362,7 +310,7 @@ class TaskSampler:
         try:
             names = ("seed", "num_draws", "credit", "pool_size", "last_step")
             seed, num_draws, credit, pool_size, last_step = (state[name] for name in names)
-            total, of_step = _Counts(**state["total"]), _Counts(**state["of_step"])
+            total, of_step = Counts(**state["total"]), Counts(**state["of_step"])
             columns = state["tasks"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a TaskSampler's state: {error!r}") from error

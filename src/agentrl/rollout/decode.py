@@ -39,7 +39,7 @@ class Player(Protocol):
     stream: Stream
 
     def open(self) -> None:
-        """Force the prompt into the stream."""
+        """Force the prompt into the stream; without one, the episode is over before it began."""
         ...
 
     def act(self, action: Sequence[int]) -> bool:
@@ -106,10 +106,11 @@ def decode(
     slots: list[_Slot | None] = [None] * num_slots
     while True:
         for index in range(num_slots):
-            if slots[index] is None and (player := next(waiting, None)) is not None:
+            while slots[index] is None and (player := next(waiting, None)) is not None:
                 player.open()
-                cache.reset(torch.tensor([index], device=device))
-                slots[index] = _Slot(index, player)
+                if player.stream.ids:
+                    cache.reset(torch.tensor([index], device=device))
+                    slots[index] = _Slot(index, player)
         running = [slot for slot in slots if slot is not None]
         if not running:
             return stats

@@ -1,5 +1,6 @@
 """Plays tasks in an environment: text for the environment, tokens for the policy."""
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -54,7 +55,11 @@ class SamplingConfig(Protocol):
 
 
 class EpisodePlayer:
-    """One episode of one task: the player that `decode` drives."""
+    """One episode of one task: the player that `decode` drives.
+
+    Whatever the environment raises breaks this episode and no other: it ends there, `finish` is 'error', and
+    its trajectory's info['error'] says what and where. Its reward, 0, means nothing (see `broke`).
+    """
 
     def __init__(
         self, env: Environment, task: NamedTask, tok: TextTokenizer, max_tokens: int, stream: Stream
@@ -63,11 +68,17 @@ class EpisodePlayer:
         self.reward = 0.0
         self.finish = "tokens"  # why it ended: it ran out of tokens unless something else happens first
         self.num_turns = 0
+        self.error: str | None = None
         self._env, self._task, self._tok, self._max_tokens = env, task, tok, max_tokens
 
     def open(self) -> None:
         """Force the prompt. Raises ValueError where it leaves no room for an action."""
-        prompt = self._tok.encode(self._env.reset(self._task))
+        try:
+            text = self._env.reset(self._task)
+        except Exception as error:  # an environment may raise anything: a lost connection, a bug of its own
+            self._end_broken(error)
+            return
+        prompt = self._tok.encode(text)
         if not 0 < len(prompt) < self._max_tokens:
             raise ValueError(
                 f"the prompt of task {self._task.name!r} has {len(prompt)} tokens but an episode holds "
@@ -79,7 +90,11 @@ class EpisodePlayer:
     def act(self, action: Sequence[int]) -> bool:
         """Carry out an action; False when the episode is over or the observation does not fit any more."""
         self.num_turns += 1
-        observation, reward, done = self._env.step(self._tok.decode(action))
+        try:
+            observation, reward, done = self._env.step(self._tok.decode(action))
+        except Exception as error:  # as in open
+            self._end_broken(error)
+            return False
         if done:
             self.reward = float(reward)
             self.finish = "done"
@@ -90,11 +105,21 @@ class EpisodePlayer:
         self.stream.force(tokens)
         return True
 
+    def _end_broken(self, error: Exception) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        self.error = f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"
+        self.finish = "error"
+
     def trajectory(self, episode: str) -> Trajectory:
-        """What was played, as a trajectory of the group that its task's name gives."""
-        info = {"task": self._task.name, "num_turns": self.num_turns, "finish": self.finish}
+        """What was played, as a trajectory of the group that its task's name gives.
+
+        An episode that broke before its prompt is a lone padding token.
+        """
+        info: dict[str, Any] = {"task": self._task.name, "num_turns": self.num_turns, "finish": self.finish}
+        if self.error is not None:
+            info["error"] = self.error
         return Trajectory(
-            ids=torch.tensor(self.stream.ids),
+            ids=torch.tensor(self.stream.ids or [self._tok.pad_id]),
             action_mask=torch.tensor(self.stream.is_action[1:], dtype=torch.float32),
             sample_logp=torch.tensor(self.stream.sample_logp[1:], dtype=torch.float32),
             reward=self.reward,
@@ -180,7 +205,8 @@ def sample_step(
 
     With `share`, only the groups that it picks of the count it is given, as one of several ranks does: those
     of all ranks together are what one rank alone samples. A smaller pool is taken whole. `kept` leaves out
-    groups without signal: those whose rewards are all equal.
+    groups without signal, those whose rewards are all equal, and episodes that broke, which say nothing about
+    the policy: the rest of their group is compared without them.
     Raises ValueError where the pool is empty.
     """
     if not pool:
@@ -188,13 +214,18 @@ def sample_step(
     chosen = torch.randperm(len(pool), generator=generator)[: cfg.prompts_per_step].tolist()
     mine = None if share is None else share(len(chosen))
     sampled = sample_groups(model, make_env, [pool[i] for i in chosen], tok, cfg, generator, share=mine)
-    kept = [traj for group in groups_of(sampled, cfg.group_size) if has_signal(group) for traj in group]
-    return kept, sampled
+    groups = ([traj for traj in group if not broke(traj)] for group in groups_of(sampled, cfg.group_size))
+    return [traj for group in groups if has_signal(group) for traj in group], sampled
 
 
 def groups_of(trajs: Sequence[Trajectory], group_size: int) -> list[Sequence[Trajectory]]:
     """Contiguous groups of group_size trajectories."""
     return [trajs[i : i + group_size] for i in range(0, len(trajs), group_size)]
+
+
+def broke(traj: Trajectory) -> bool:
+    """Whether the environment failed in this episode, so that its reward is no evidence."""
+    return bool(traj.info.get("error"))
 
 
 def has_signal(group: Sequence[Trajectory]) -> bool:

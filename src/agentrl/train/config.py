@@ -14,6 +14,8 @@ import msgspec
 import tomli_w
 import tyro
 
+from agentrl.curriculum.rules import RULES
+from agentrl.curriculum.sampler import RuleName
 from agentrl.data.advantages import ADVANTAGES
 from agentrl.data.weights import check_mode
 
@@ -124,6 +126,8 @@ class RunConfig:
     """What determines a run's learning; fixed when it starts."""
     steps: int = 60
     """Training steps."""
+    curriculum: RuleName = "top"
+    """Which tasks a step plays: top (largest expected signal), band (the textbook), uniform (any), ..."""
     eval_samples: int = 16
     """Episodes a held-out task, before and after training."""
     checkpoint_every: int = 10
@@ -141,6 +145,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "steps", self.steps, "at least 0")
+        _require(self.curriculum in RULES, "curriculum", self.curriculum, f"one of {', '.join(RULES)}")
         dtypes = get_args(ComputeDtype)
         _require(
             self.compute_dtype in dtypes, "compute_dtype", self.compute_dtype, f"one of {', '.join(dtypes)}"

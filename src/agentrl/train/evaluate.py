@@ -10,7 +10,7 @@ from torch import Tensor
 from agentrl.data.trajectory import Trajectory
 from agentrl.gym.env import make_env
 from agentrl.models.policy import Policy
-from agentrl.rollout.episode import NamedTask, TextTokenizer, sample_groups
+from agentrl.rollout.episode import NamedTask, TextTokenizer, broke, sample_groups
 from agentrl.train.config import RLConfig
 
 
@@ -65,8 +65,9 @@ def evaluate(
     """Play every task num_samples times, at cfg.temperature, without learning.
 
     Returns `pass_rate` (mean over tasks), `per_task` (pass rate by the task's name), and the other figures of
-    behavior_stats. `generator` defaults to one seeded with cfg.seed, cfg to RLConfig().
-    Raises ValueError where there is no task or num_samples is below 1.
+    behavior_stats. `generator` defaults to one seeded with cfg.seed, cfg to RLConfig(). Episodes that the
+    environment broke are left out of every figure and counted in `errored_episodes`.
+    Raises ValueError where there is no task, num_samples is below 1, or every episode of a task broke.
     """
     if not tasks or num_samples < 1:
         raise ValueError(
@@ -78,6 +79,16 @@ def evaluate(
     trajs = sample_groups(
         model, lambda: make_env(cfg), tasks, tok, replace(cfg, group_size=num_samples), generator
     )
-    rewards = torch.tensor([t.reward for t in trajs], dtype=torch.float64).view(len(tasks), num_samples)
-    per_task = dict(zip([task.name for task in tasks], rewards.mean(1).tolist(), strict=True))
-    return {**behavior_stats(trajs), "pass_rate": rewards.mean().item(), "per_task": per_task}
+    played = [t for t in trajs if not broke(t)]
+    values = [float("nan") if broke(t) else t.reward for t in trajs]
+    rates = torch.tensor(values, dtype=torch.float64).view(len(tasks), num_samples).nanmean(1)
+    for i in rates.isnan().nonzero().flatten().tolist():
+        raise ValueError(
+            f"no episode of task {tasks[i].name!r} could be played: {trajs[i * num_samples].info['error']}"
+        )
+    return {
+        **behavior_stats(played),
+        "pass_rate": rates.mean().item(),
+        "per_task": dict(zip([task.name for task in tasks], rates.tolist(), strict=True)),
+        "errored_episodes": len(trajs) - len(played),
+    }

@@ -13,7 +13,7 @@ from agentrl.data.collate import collate
 from agentrl.data.trajectory import Trajectory
 from agentrl.gym.env import make_env
 from agentrl.models.policy import Policy
-from agentrl.rollout.episode import NamedTask, TextTokenizer, sample_step
+from agentrl.rollout.episode import NamedTask, TextTokenizer, broke, sample_step
 from agentrl.train.checkpoint import Checkpoint, placed_like, read_shards
 from agentrl.train.config import RLConfig, config_hash
 from agentrl.train.distributed import ONE_RANK, Ranks, gathered
@@ -21,6 +21,9 @@ from agentrl.train.step import update_policy
 
 # What an update reports; a step without one has None instead of each.
 _UPDATE_KEYS = ("loss", "entropy", "ratio_mean", "ratio_max", "clip_frac", "grad_norm", "distortion")
+
+# Steps in a row of which no episode could be played, after which the environment is taken for broken.
+MAX_BROKEN_STEPS = 3
 
 # (kept, sampled): trajectories of the groups with signal, and all of them; of a rank's share of the groups
 Sample = Callable[[Policy, Sequence[Any], torch.Generator], tuple[list[Trajectory], list[Trajectory]]]
@@ -107,29 +110,37 @@ class Trainer:
         self.ranks = ranks
         self._reference = copy.deepcopy(model) if cfg.kl_coef > 0 and reference is None else reference
         self._sample, self._pad_id, self._clock = sample, pad_id, clock
+        self._num_broken_steps = 0  # in a row
 
     def step(self) -> dict[str, Any]:
         """Sample, learn, and return the step's record.
 
-        `step` (from 1), `pass_rate` (mean reward), `episodes`, `tokens` (of all sampled trajectories),
-        `zero_adv_frac` (share of trajectories in groups without signal), `updated`, the statistics of
-        `update_policy` with its tokens as `action_tokens`, `seconds_sampling`, `seconds_training`, and the
-        curriculum's figures. Without a group that has signal there is no update: `updated` is False, its
-        statistics are None.
+        `step` (from 1), `pass_rate` (mean reward; None where every episode broke), `episodes`,
+        `errored_episodes` (those that the environment broke), `tokens` (of all sampled trajectories),
+        `zero_adv_frac` (share of trajectories without gradient: their group has no signal, or they broke),
+        `updated`, the statistics of `update_policy` with its tokens as `action_tokens`, `seconds_sampling`,
+        `seconds_training`, and the curriculum's figures. Without a group that has signal there is no update:
+        `updated` is False, its statistics are None.
+
+        An episode that broke is left out, and the run goes on. Raises ValueError, with the last error, where
+        every episode of MAX_BROKEN_STEPS steps in a row did.
         """
         step = self.num_steps + 1
         start = self._clock()
         kept, sampled = self._sample_on_all_ranks(self.curriculum.pool(step))
         self.curriculum.observe(sampled, step)
+        self._check_played(sampled, step)
         sampled_at = self._clock()
         update = self._learn(kept) if kept else {**dict.fromkeys(_UPDATE_KEYS), "action_tokens": 0}
         self.num_steps = step
-        rewards = {t.episode: t.reward for t in sampled}
+        rewards = {t.episode: t.reward for t in sampled if not broke(t)}
+        num_episodes = len({t.episode for t in sampled})
         return {
             "step": step,
-            "pass_rate": sum(rewards.values()) / len(rewards),
+            "pass_rate": sum(rewards.values()) / len(rewards) if rewards else None,
             "zero_adv_frac": 1 - len(kept) / len(sampled),
-            "episodes": len(rewards),
+            "episodes": num_episodes,
+            "errored_episodes": num_episodes - len(rewards),
             "tokens": sum(t.num_tokens for t in sampled),
             "updated": bool(kept),
             **update,
@@ -137,6 +148,16 @@ class Trainer:
             "seconds_sampling": sampled_at - start,
             "seconds_training": self._clock() - sampled_at,
         }
+
+    def _check_played(self, sampled: Sequence[Trajectory], step: int) -> None:
+        all_broke = all(map(broke, sampled))
+        self._num_broken_steps = self._num_broken_steps + 1 if all_broke else 0
+        if self._num_broken_steps >= MAX_BROKEN_STEPS:
+            raise ValueError(
+                f"the environment failed in every episode of the last {MAX_BROKEN_STEPS} steps, to step "
+                f"{step}; repair it and continue from the last checkpoint. The last error: "
+                f"{sampled[-1].info['error']}"
+            )
 
     def _sample_on_all_ranks(self, pool: Sequence[Any]) -> tuple[list[Trajectory], list[Trajectory]]:
         with gathered(self.model):

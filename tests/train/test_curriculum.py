@@ -1,0 +1,168 @@
+"""The sampler in the trainer: the textbook's rule, every rule's resume, and what the records say."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import agentrl as arl
+from agentrl import RLConfig, TaskSampler, train_curriculum, train_rl
+from agentrl.curriculum.sampler import RuleName
+from agentrl.gym.tasks import make_tasks
+from agentrl.gym.tokenizer import build_tokenizer
+from agentrl.models.tiny import TinyAgent, TinyConfig
+from agentrl.rollout import episode
+from agentrl.train.checkpoint import load_checkpoint, save_checkpoint
+from agentrl.train.curriculum import SampledTasks, make_curriculum
+from agentrl.train.loop import AllTasks, Trainer, bugfix_trainer
+
+CFG = RLConfig(max_tokens=16, max_turns=2, group_size=4, prompts_per_step=3, lr=0.01)
+TASKS = make_tasks("train")[:9]
+TOK = build_tokenizer(make_tasks("all"))
+
+
+@pytest.fixture(autouse=True)
+def _a_third_solved_a_third_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random policy fixes nothing: by task, reward nothing, everything, or an even sum of ids."""
+    original = episode.EpisodePlayer.trajectory
+    kind = {task.name: i % 3 for i, task in enumerate(TASKS)}
+
+    def trajectory(self: Any, name: str) -> Any:
+        even = sum(self.stream.ids) % 2 == 0
+        self.reward = (0.0, 1.0, float(even))[kind[self._task.name]]
+        return original(self, name)
+
+    monkeypatch.setattr(episode.EpisodePlayer, "trajectory", trajectory)
+
+
+def new_model() -> TinyAgent:
+    return TinyAgent(TinyConfig(vocab_size=len(TOK), width=8, num_layers=1, num_heads=1))
+
+
+def without_seconds(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in history]
+
+
+def assert_same_weights(one: Any, other: Any) -> None:
+    weights, others = one.state_dict(), other.state_dict()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_an_open_band_is_train_rl_bit_for_bit() -> None:
+    plain, wide = new_model(), new_model()
+    history = without_seconds(train_rl(plain, TASKS, TOK, CFG, 5))
+    wider = without_seconds(train_curriculum(wide, TASKS, TOK, CFG, 5, low=-1, high=2))
+    assert [{name: record[name] for name in history[0]} for record in wider] == history
+    assert_same_weights(plain, wide)
+    assert any(record["updated"] for record in history)
+    assert [record["pool"] for record in wider] == [9] * 5
+    assert [record["n_episodes"] for record in wider] == [12] * 5
+
+
+def test_uniform_is_no_curriculum_bit_for_bit() -> None:
+    plain, uniform = new_model(), new_model()
+    history = without_seconds(train_rl(plain, TASKS, TOK, CFG, 3))
+    curriculum = make_curriculum("uniform", TASKS, CFG)
+    others = without_seconds(train_rl(uniform, TASKS, TOK, CFG, 3, curriculum=curriculum))
+    assert [{name: record[name] for name in history[0]} for record in others] == history
+    assert_same_weights(plain, uniform)
+
+
+def test_a_band_runs_otherwise() -> None:
+    """The two comparisons above would notice a curriculum that does nothing."""
+    plain, banded = new_model(), new_model()
+    history = without_seconds(train_rl(plain, TASKS, TOK, CFG, 5))
+    others = without_seconds(train_curriculum(banded, TASKS, TOK, CFG, 5))
+    assert [{name: record[name] for name in history[0]} for record in others] != history
+
+
+def test_a_small_pool_spends_fewer_episodes() -> None:
+    """8 first looks, then the ninth; from then on the three tasks that vary, and one revisit."""
+    cfg = replace(CFG, prompts_per_step=8, group_size=8, lr=1e-9)
+    history = train_curriculum(new_model(), TASKS, TOK, cfg, 6)
+    assert history[0]["pool"] == 9
+    for record in history:
+        assert record["n_episodes"] == record["episodes"] == 8 * min(8, record["pool"])
+    assert all(record["pool"] <= 4 for record in history[2:])
+    assert sum(record["n_episodes"] for record in history) <= 64 + 5 * 8 + 4 * 4 * 8
+
+
+def test_estimates_are_the_mean_of_the_last_group() -> None:
+    """The pool of each step against the textbook's loop, from what the steps before sampled."""
+    rates = dict.fromkeys((task.name for task in TASKS), 0.5)
+    curriculum = SampledTasks(TASKS, TaskSampler.textbook([t.name for t in TASKS]), 3, "band")
+    pools: list[tuple[list[str], list[str]]] = []
+    observe, pool = curriculum.observe, curriculum.pool
+
+    def noted_pool(step: int) -> Any:
+        chosen = pool(step)
+        inside = arl.filter_by_pass_rate(list(rates), rates)
+        pools.append((inside, [task.name for task in chosen]))
+        return chosen
+
+    def noted_observe(sampled: Any, step: int) -> None:
+        for group in episode.groups_of(sampled, CFG.group_size):
+            rates[group[0].info["task"]] = sum(t.reward for t in group) / len(group)
+        observe(sampled, step)
+
+    curriculum.pool, curriculum.observe = noted_pool, noted_observe  # type: ignore[method-assign]
+    train_rl(new_model(), TASKS, TOK, CFG, 8, curriculum=curriculum)
+    for inside, names in pools:
+        assert names[: len(inside)] == inside
+        assert len(names) == len(inside) + (len(inside) < len(TASKS))
+    assert len(pools[-1][0]) < 6
+
+
+def new_trainer(rule: RuleName) -> Trainer:
+    return bugfix_trainer(new_model(), TASKS, TOK, CFG, make_curriculum(rule, TASKS, CFG))
+
+
+@pytest.mark.parametrize("rule", get_args(RuleName))
+def test_a_resumed_run_goes_on_bit_for_bit(rule: RuleName, tmp_path: Path) -> None:
+    whole = new_trainer(rule)
+    records = without_seconds([whole.step() for _ in range(6)])
+    first, second = new_trainer(rule), new_trainer(rule)
+    halves = [first.step() for _ in range(3)]
+    second.restore(load_checkpoint(save_checkpoint(tmp_path, first.checkpoint(), keep=1)))
+    halves += [second.step() for _ in range(3)]
+    assert without_seconds(halves) == records
+    assert_same_weights(whole.model, second.model)
+    assert second.curriculum.state_dict() == whole.curriculum.state_dict()
+
+
+@pytest.mark.parametrize("rule", ["top", "band"])
+def test_a_forgotten_curriculum_would_be_noticed(rule: RuleName) -> None:
+    whole, first, second = new_trainer(rule), new_trainer(rule), new_trainer(rule)
+    records = without_seconds([whole.step() for _ in range(6)])
+    for _ in range(3):
+        first.step()
+    fresh = make_curriculum(rule, TASKS, CFG).state_dict()
+    second.restore(replace(first.checkpoint(), curriculum=fresh))
+    assert without_seconds([second.step() for _ in range(3)]) != records[3:]
+
+
+def test_another_curriculum_cannot_continue_a_run() -> None:
+    checkpoint = new_trainer("top").checkpoint()
+    with pytest.raises(ValueError, match="made with curriculum top, not band, and cannot change it"):
+        new_trainer("band").restore(checkpoint)
+    with pytest.raises(ValueError, match="a curriculum that keeps name"):
+        bugfix_trainer(new_model(), TASKS, TOK, CFG, AllTasks(TASKS)).restore(checkpoint)
+    with pytest.raises(ValueError, match="made with no curriculum, not top"):
+        new_trainer("top").restore(bugfix_trainer(new_model(), TASKS, TOK, CFG).checkpoint())
+
+
+def test_the_default_wastes_less_than_the_uniform_curriculum() -> None:
+    """15 steps of 3 tasks out of 3 that vary and 6 that do not. Uniform wastes two thirds; the default, in
+    steps 6 to 15 of 1,500 simulated runs, 1.3% on average and 23% at most."""
+    cfg = replace(CFG, lr=1e-9, group_size=8)
+    curriculum = make_curriculum("top", TASKS, cfg)
+    history = train_rl(new_model(), TASKS, TOK, cfg, 15, curriculum=curriculum)
+    late = [record["zero_adv_frac"] for record in history[5:]]
+    assert sum(late) / len(late) < 0.25
+
+
+def test_keys_must_be_the_tasks_names() -> None:
+    with pytest.raises(ValueError, match="must be the names of the tasks"):
+        SampledTasks(TASKS, TaskSampler(["abs"]), 3, "top")
