@@ -27,10 +27,10 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def _small_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_small(tok: Any) -> TinyAgent:
+    def make_small(tok: Any, **_: Any) -> TinyAgent:
         return TinyAgent(TinyConfig(vocab_size=len(tok), width=8, num_layers=1, num_heads=1))
 
-    monkeypatch.setattr("agentrl.train.base.make_rl_base", make_small, raising=False)
+    monkeypatch.setattr("agentrl.train.base.make_rl_base", make_small)
 
 
 def in_child(function: Callable[[], int]) -> int:

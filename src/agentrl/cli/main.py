@@ -1,5 +1,6 @@
 """The command `agentrl`: picks the subcommand, loads only that one, and turns user errors into one line."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -52,3 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"agentrl {args[0]}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before a command has anything to save
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

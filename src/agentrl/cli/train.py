@@ -128,6 +128,11 @@ class Display:
         else:
             self.console.print(name)
 
+    def base(self, step: int, num_steps: int) -> None:
+        """A step of the supervised base is done, which is only trained where no cache holds it."""
+        if step % (num_steps // 5) == 0:
+            self.console.print(f"  learning from demonstrations, step {step:,}/{num_steps:,}", highlight=False)
+
     def step(self, record: dict[str, Any]) -> None:
         """A step is done."""
         seconds = record["seconds_sampling"] + record["seconds_training"]
@@ -237,7 +242,7 @@ def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
     heldout = make_tasks("heldout")
     display.phase("preparing the supervised base")
     # Made on the first rank, then read from its cache by the others.
-    made = [make_rl_base(tok)] if ranks.is_first else []
+    made = [make_rl_base(tok, on_step=display.base)] if ranks.is_first else []
     ranks.gather(None)
     model = made.pop() if made else make_rl_base(tok)
     reference = copy.deepcopy(model) if config.rl.kl_coef > 0 else None
