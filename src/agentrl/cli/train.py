@@ -131,7 +131,9 @@ class Display:
     def base(self, step: int, num_steps: int) -> None:
         """A step of the supervised base is done, which is only trained where no cache holds it."""
         if step % (num_steps // 5) == 0:
-            self.console.print(f"  learning from demonstrations, step {step:,}/{num_steps:,}", highlight=False)
+            self.console.print(
+                f"  learning from demonstrations, step {step:,}/{num_steps:,}", highlight=False
+            )
 
     def step(self, record: dict[str, Any]) -> None:
         """A step is done."""

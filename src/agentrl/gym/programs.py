@@ -28,7 +28,7 @@ FAMILIES = (
 _HARD = ("swapped", "return", "variable")  # twice as often: their repairs take the most practice
 
 Tokens = list[str]
-Rewrite = tuple[str, Tokens]  # (family of bugs, the line's tokens after the rewrite)
+Rewrite = tuple[str, str]  # (family of bugs, the line after the rewrite)
 
 _PAIRS: tuple[tuple[str, str, str], ...] = (
     ("comparison", "<", "<="),
@@ -84,13 +84,14 @@ def _is_operand(token: str) -> bool:
     return _is_variable(token) or token.isdigit() or token in (")", "]")
 
 
-def rewrites(line: str, names: Sequence[str]) -> list[Rewrite]:
+@functools.lru_cache(maxsize=1 << 16)
+def rewrites(line: str, names: tuple[str, ...]) -> tuple[Rewrite, ...]:
     """The bug-like one-step rewrites of a line, as (family, line); `names` are the variables in scope.
 
     The rules come in pairs that undo each other, so the repair of a bug is a rewrite of the buggy line.
     """
     tokens = pieces(line)
-    found: list[Rewrite] = []
+    found: list[tuple[str, Tokens]] = []
     for i, token in enumerate(tokens):
         before, after = tokens[:i], tokens[i + 1 :]
         last = before[-1] if before else ""
@@ -126,11 +127,11 @@ def rewrites(line: str, names: Sequence[str]) -> list[Rewrite]:
         text = joined(rewritten)
         if text not in seen:
             seen.add(text)
-            unique.append((family, rewritten))
-    return unique
+            unique.append((family, text))
+    return tuple(unique)
 
 
-def _swapped_operands(tokens: Tokens, i: int) -> list[Rewrite]:
+def _swapped_operands(tokens: Tokens, i: int) -> list[tuple[str, Tokens]]:
     left, right = tokens[i - 1], tokens[i + 1]
     alone = i + 2 == len(tokens) and i >= 2 and tokens[i - 2] in ("return", "=")
     if not alone or left == right or not (_is_operand(left) and _is_operand(right)):
@@ -201,16 +202,17 @@ def _expression(rng: random.Random) -> Shape:
         return ("n",), [f"return {_condition(rng, 'n', rng.choice('012'))}"], "i"
     if kind == 2:
         return ("x", "items"), [f"return x {rng.choice(['in', 'not in'])} items"], "il"
+    a, b = rng.choice([("a", "b"), ("a", "b"), ("x", "k"), ("x", "lo"), ("n", "k")])
     if kind == 3:
-        return ("a", "b"), [f"return a {rng.choice(['and', 'or'])} b"], "ii"
+        return (a, b), [f"return {a} {rng.choice(['and', 'or'])} {b}"], "ii"
     if kind == 4:
         f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
         return ("items",), [f"return {f}(items) {rng.choice('+-')} {rng.choice([f'{g}(items)', '1'])}"], "l"
     if kind == 5:
         bound = rng.choice(["lo", "hi", "k"])
         return ("x", bound), [f"return {rng.choice(['min', 'max'])}(x, {bound})"], "ii"
-    a, b = rng.choice([("a", "b"), ("a", "b"), ("b", "a")])
-    return ("a", "b"), [f"return {_term(rng, a, b)}"], "ii"
+    first, second = rng.choice([(a, b), (a, b), (b, a)])
+    return (a, b), [f"return {_term(rng, first, second)}"], "ii"
 
 
 def _straight(rng: random.Random) -> Shape:
@@ -339,11 +341,12 @@ def replaced(source: str, line: int, text: str) -> str:
 
 def all_rewrites(source: str, variables: Sequence[str]) -> list[tuple[str, int, str]]:
     """Every bug-like rewrite of a function's body: (family, line, text)."""
+    names = tuple(variables)
     return [
-        (family, number, joined(tokens))
+        (family, number, text)
         for number, line in enumerate(source.split("\n"), start=1)
         if number > 1
-        for family, tokens in rewrites(line, variables)
+        for family, text in rewrites(line.strip(), names)
     ]
 
 
