@@ -18,7 +18,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("gpus", "models", "configs", "roofline", "engine", "calibrate", "workload", "rollout", "memory",
          "hours", "advice"),
     ),
-    "report": (0, ("figures", "html")),
+    "report": (0, ("figures", "picture", "html", "run", "learning", "savings")),
     "data": (
         1,
         ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
@@ -33,7 +33,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
-        ("config", "distributed", "checkpoint", "metrics", "step", "evaluate", "loop", "base", "run"),
+        ("config", "distributed", "checkpoint", "metrics", "recording", "step", "evaluate", "loop", "base",
+         "run"),
     ),
     "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),

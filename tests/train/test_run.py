@@ -156,7 +156,9 @@ def test_a_run_learns_and_leaves_its_files(whole: Path) -> None:
     assert summary["episodes"] == 9 * 8
     assert summary["pass_rate_before"] == summary["before"]["pass_rate"]
     names = {p.name for p in whole.iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "checkpoints", "model.safetensors", "summary.json"}
+    assert names == {
+        "config.toml", "metrics.jsonl", "batch.json", "checkpoints", "model.safetensors", "summary.json",
+    }  # fmt: skip
     assert list(checkpoints_by_step(whole / "checkpoints")) == [8, 9]
 
 

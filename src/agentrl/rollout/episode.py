@@ -91,7 +91,12 @@ class EpisodePlayer:
 
     def trajectory(self, episode: str) -> Trajectory:
         """What was played, as a trajectory of the group that its task's name gives."""
-        info = {"task": self._task.name, "num_turns": self.num_turns, "finish": self.finish}
+        info = {
+            "task": self._task.name,
+            "num_turns": self.num_turns,
+            "finish": self.finish,
+            "num_computed": self.stream.num_computed,
+        }
         return Trajectory(
             ids=torch.tensor(self.stream.ids),
             action_mask=torch.tensor(self.stream.is_action[1:], dtype=torch.float32),

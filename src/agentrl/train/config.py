@@ -107,7 +107,9 @@ class RunConfig:
     steps: int = 60
     """Training steps."""
     eval_samples: int = 16
-    """Episodes a held-out task, before and after training."""
+    """Episodes a held-out task, in every evaluation."""
+    eval_every: int = 20
+    """Steps between held-out evaluations; 0: only before and after training."""
     checkpoint_every: int = 10
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
@@ -118,7 +120,8 @@ class RunConfig:
     """Where the model computes: cpu, cuda, cuda:1, ..."""
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 0, "steps", self.steps, "at least 0")
+        for name in ("steps", "eval_every"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("eval_samples", "checkpoint_every", "keep_checkpoints", "threads"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 

@@ -16,6 +16,7 @@ from agentrl.models.policy import Policy
 from agentrl.rollout.episode import NamedTask, TextTokenizer, sample_step
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.config import RLConfig, config_hash
+from agentrl.train.recording import position_counts
 from agentrl.train.step import rl_update
 
 # What an update reports; a step without one has None instead of each.
@@ -95,6 +96,7 @@ class Trainer:
     ) -> None:
         self.model, self.cfg, self.curriculum = model, cfg, curriculum
         self.num_steps = 0  # done so far
+        self.learned_from: list[Trajectory] = []  # in the last step
         self.generator = torch.Generator().manual_seed(cfg.seed)
         self.optimizer = torch.optim.Adam(model.module.parameters(), lr=cfg.lr, betas=cfg.betas)
         self._reference = copy.deepcopy(model) if cfg.kl_coef > 0 else None
@@ -104,7 +106,8 @@ class Trainer:
         """Sample, learn, and return the step's record.
 
         `step` (from 1), `pass_rate` (mean reward), `episodes`, `tokens` (of all sampled trajectories),
-        `zero_adv_frac` (share of trajectories in groups without signal), `updated`, the statistics of
+        `zero_adv_frac` (share of trajectories in groups without signal), `updated`, the counts of
+        `position_counts`, the statistics of
         `rl_update` with its tokens as `action_tokens`, `seconds_sampling`, `seconds_training`, and the
         curriculum's figures. Without a group that has signal there is no update: `updated` is False, its
         statistics are None.
@@ -115,7 +118,7 @@ class Trainer:
         self.curriculum.observe(sampled, step)
         sampled_at = self._clock()
         update = self._learn(kept) if kept else {**dict.fromkeys(_UPDATE_KEYS), "action_tokens": 0}
-        self.num_steps = step
+        self.num_steps, self.learned_from = step, kept
         rewards = {t.episode: t.reward for t in sampled}
         return {
             "step": step,
@@ -124,6 +127,7 @@ class Trainer:
             "episodes": len(rewards),
             "tokens": sum(t.num_tokens for t in sampled),
             "updated": bool(kept),
+            **position_counts(sampled, kept),
             **update,
             **self.curriculum.metrics(),
             "seconds_sampling": sampled_at - start,
