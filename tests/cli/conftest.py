@@ -36,14 +36,14 @@ def _trajectory(task: int, reward: float, generator: torch.Generator) -> Traject
 def write_run(tmp_path: Path) -> Callable[..., Path]:
     """Write a run of so many steps, of which `done` are over; it learns as a logistic curve of episodes."""
 
-    def write(name: str = "run", steps: int = 60, done: int = 60, num_tasks: int = 8) -> Path:
+    def write(name: str = "run", steps: int = 24, done: int = 24, num_tasks: int = 8) -> Path:
         path = tmp_path / name
         path.mkdir()
         (path / "config.toml").write_text(config_to_toml(RunConfig(rl=RLConfig(), steps=steps)))
         generator, episodes, lines = torch.Generator().manual_seed(steps), 0, []
 
         def evaluation(episodes: int) -> dict[str, Any]:
-            rate = 0.25 + 0.6 / (1 + math.exp(2 - episodes / 700))
+            rate = 0.25 + 0.6 / (1 + math.exp(2 - episodes / 300))
             return {"pass_rate": rate, "per_task": {f"repair_list_{i}": rate for i in range(10)}}
 
         for step in range(1, done + 1):
@@ -68,7 +68,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
                 "seconds_sampling": 1.5,
                 "seconds_training": 0.9,
             }
-            if step % 20 == 0 and step < steps:
+            if step % 8 == 0 and step < steps:
                 record |= {
                     "heldout_pass_rate": evaluation(episodes)["pass_rate"],
                     "seconds_evaluating": 2.0,

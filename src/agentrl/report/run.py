@@ -135,6 +135,8 @@ def load_run(path: Path) -> Run:
     summary, batch = Summary(), None
     if summary_path.exists():
         summary = _decoded(msgspec.json.Decoder(Summary).decode, summary_path.read_bytes(), str(summary_path))
+        if summary.before is None:
+            raise ValueError(f"{summary_path} is damaged: it holds no evaluation `before`")
     if batch_path.exists():
         batch = _decoded(msgspec.json.Decoder(Batch).decode, batch_path.read_bytes(), str(batch_path))
     return Run(
