@@ -35,6 +35,14 @@ def test_every_figure_is_seen_wide_and_on_a_phone(
         assert faults(seen, scheme) == []
 
 
+def test_the_page_of_a_plan_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert main(["plan", "--html", str(page)]) == 0
+    for seen in see(page, tmp_path, "dark", widths=(1100, 390), height=6000):
+        assert len(seen.measured["figures"]) == 2
+        assert faults(seen, "dark") == []
+
+
 def test_a_page_that_looks_wrong_is_seen_to() -> None:
     chart = {"box": [10, 50, 90, 100], "texts": [["a", 10, 60, 30, 72], ["b", 25, 60, 40, 72],
                                                  ["c", 80, 80, 99, 86]]}  # fmt: skip
