@@ -18,7 +18,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("gpus", "models", "configs", "roofline", "engine", "calibrate", "workload", "rollout", "memory",
          "hours", "advice"),
     ),
-    "report": (0, ("figures", "html")),
+    "report": (0, ("figures", "picture", "html", "run", "learning", "savings")),
     "data": (
         1,
         ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
@@ -34,8 +34,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
-        ("config", "budget", "distributed", "checkpoint", "metrics", "rows", "step", "evaluate", "loop",
-         "curriculum", "base", "run"),
+        ("config", "budget", "distributed", "checkpoint", "metrics", "recording", "rows", "step", "evaluate",
+         "loop", "curriculum", "base", "run"),
     ),
     "diagnose": (6, ("verify", "census", "waste", "analyze")),
     "cli": (7, ()),

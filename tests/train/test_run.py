@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from agentrl.models.tiny import TinyAgent, TinyConfig
-from agentrl.rollout.episode import has_signal, sample_groups, sample_step
+from agentrl.report.run import load_run
+from agentrl.rollout.episode import has_signal, play, sample_groups, sample_step
 from agentrl.train.checkpoint import checkpoints_by_step, load_checkpoint, save_checkpoint
 from agentrl.train.config import RLConfig, RunConfig
 from agentrl.train.loop import Trainer
+from agentrl.train.recording import position_counts
 from agentrl.train.run import Hooks, RunDirectory, load_policy, train_run
 
 CONFIG = RunConfig(
@@ -156,8 +158,53 @@ def test_a_run_learns_and_leaves_its_files(whole: Path) -> None:
     assert summary["episodes"] == 9 * 8
     assert summary["pass_rate_before"] == summary["before"]["pass_rate"]
     names = {p.name for p in whole.iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "checkpoints", "model.safetensors", "summary.json"}
+    assert names == {
+        "config.toml", "metrics.jsonl", "batch.json", "checkpoints", "model.safetensors", "summary.json",
+    }  # fmt: skip
     assert list(checkpoints_by_step(whole / "checkpoints")) == [8, 9]
+
+
+def test_the_report_reads_what_a_run_wrote(whole: Path, tmp_path: Path) -> None:
+    phases: list[str] = []
+    config = replace(CONFIG, eval_every=3)
+    summary = carry(tmp_path / "run", config, on_phase=phases.append, clock=iter(range(1000)).__next__)
+    assert phases == ["evaluating", "training", *["evaluating", "training"] * 2, "evaluating"]
+    assert summary is not None
+    assert summary["seconds_evaluating"] == 4  # before, after steps 3 and 6, and after: one tick each
+    run = load_run(tmp_path / "run")
+    assert [(step, episodes) for step, episodes, _ in run.heldout()] == [(0, 0), (3, 24), (6, 48), (9, 72)]
+    heldout = {"heldout_pass_rate"}
+    records = [{k: v for k, v in r.items() if k not in heldout} for r in result(run.path)[0]]
+    assert records == result(whole)[0], "evaluating in between changes nothing"
+    assert run.finished
+    assert run.batch is not None
+    last = run.records[run.batch.step - 1]
+    rows = {name: [run for row in each for run in row.runs] for name, each in run.batch.layouts.items()}
+    tokens = {name: sum(n for kind, n in runs if kind != "padding") for name, runs in rows.items()}
+    assert sum(n for _, n in rows["padded"]) == last.positions_padded
+    assert tokens["packed"] == tokens["padded"] == last.positions_packed
+    assert last.positions_tree is not None
+    assert last.positions_tree <= tokens["tree"] <= tokens["packed"]  # a tree larger than a row is split
+    assert sum(n for kind, n in rows["packed"] if kind == "action") == last.action_tokens
+
+
+def test_decoded_positions_are_those_that_the_sampler_counted() -> None:
+    trainer = new_trainer()
+    episodes = [TASKS[0], TASKS[0], TASKS[1], TASKS[2]]
+    generator = torch.Generator().manual_seed(0)
+    trajs, stats = play(
+        trainer.model,
+        FewBs,
+        episodes,
+        Letters(),
+        max_tokens=12,
+        temperature=1.0,
+        generator=generator,
+        num_slots=3,
+    )
+    counts = position_counts(trajs, [])
+    assert counts["positions_decoded"] == stats.num_positions
+    assert counts["positions_uncached"] == stats.num_without_cache
 
 
 def test_the_toy_is_learnt(tmp_path: Path) -> None:

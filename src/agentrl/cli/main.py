@@ -11,6 +11,7 @@ COMMANDS: dict[str, str] = {
     "analyze": "what training on your trajectories would waste, and what to do about it",
     "train": "train an agent to fix bugs, or continue a run",
     "eval": "evaluate the model of a run",
+    "report": "the figures of a run as one page: what it learned, spent and saved",
     "plan": "what a run will cost: GPU-hours, memory, and what would save most",
 }
 

@@ -19,6 +19,7 @@ class Figure:
     title: str
     body: str
     caption: str = ""
+    wide: bool = True  # takes the page's width; two others stand side by side where there is room
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Line:
     name: str
     values: tuple[float | None, ...]
     color: Color
+    x: tuple[float, ...] | None = None  # where its values stand, if not at the figure's x
+    dots: bool = False  # mark each value, as where there are few
 
 
 def stacked_bars(
@@ -92,9 +95,12 @@ def line_chart(
     *,
     x_label: str,
     y_label: str,
+    span: tuple[float, float] | None = None,
     caption: str = "",
 ) -> Figure:
     """Lines over x, on one axis that starts at the smallest value (at zero where that is near).
+
+    `span` is what the axis shows at least.
 
     Raises ValueError where a line has not one value for each x, or nothing can be drawn.
 
@@ -103,39 +109,41 @@ def line_chart(
     True
     """
     for line in lines:
-        if len(line.values) != len(x):
-            raise ValueError(f"line {line.name!r} has {len(line.values)} values for {len(x)} positions")
+        places = x if line.x is None else line.x
+        if len(line.values) != len(places):
+            raise ValueError(f"line {line.name!r} has {len(line.values)} values for {len(places)} positions")
     present = [v for line in lines for v in line.values if v is not None and math.isfinite(v)]
-    if not present or not x:
+    every_x = [*x, *(px for line in lines for px in line.x or ())]
+    if not present or not every_x:
         raise ValueError(f"figure {title!r} has nothing to draw")
-    ticks = nice_ticks(min(present), max(present))
+    ticks = nice_ticks(min([*present, *(span or ())]), max([*present, *(span or ())]))
     low, high = ticks[0], ticks[-1]
     left, top, width, height = 46.0, 8.0, 304.0, 150.0
-    first, span = min(x), (max(x) - min(x)) or 1.0
+    first, last = min(every_x), max(every_x)
+    x_range = (last - first) or 1.0
 
     def at(px: float, py: float) -> str:
-        return (
-            f"{left + width * (px - first) / span:.1f},{top + height * (1 - (py - low) / (high - low)):.1f}"
-        )
+        down = 1 - (py - low) / (high - low)
+        return f"{left + width * (px - first) / x_range:.1f},{top + height * down:.1f}"
 
     grid = "".join(
         f'<line class="grid" x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text x="{left - 5}" y="{y + 3:.1f}" text-anchor="end">{tick:g}</text>'
+        f'<text x="{left - 5}" y="{y + 3:.1f}" text-anchor="end">{tick:,.6g}</text>'
         for tick in ticks
         for y in [top + height * (1 - (tick - low) / (high - low))]
     )
     paths: list[str] = []
     for line in lines:
-        for run in _runs(x, line.values):
+        for run in _runs(x if line.x is None else line.x, line.values):
             color = f'stroke="var(--{line.color})"'
             points = " ".join(at(px, py) for px, py in run)
-            if len(run) == 1:
-                cx, cy = points.split(",")
-                paths.append(f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="var(--{line.color})"/>')
+            if line.dots or len(run) == 1:
+                for cx, cy in (point.split(",") for point in points.split()):
+                    paths.append(f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="var(--{line.color})"/>')
             paths.append(f'<polyline class="line" points="{points}" {color}/>')
     ends = (
-        f'<text x="{left}" y="{top + height + 14}">{min(x):g}</text>'
-        f'<text x="{left + width}" y="{top + height + 14}" text-anchor="end">{max(x):g}</text>'
+        f'<text x="{left}" y="{top + height + 14}">{first:,.6g}</text>'
+        f'<text x="{left + width}" y="{top + height + 14}" text-anchor="end">{last:,.6g}</text>'
         f'<text x="{left + width / 2}" y="{top + height + 14}" text-anchor="middle">'
         f"{html.escape(x_label)}</text>"
     )
@@ -143,7 +151,7 @@ def line_chart(
     described = html.escape(f"{title}: {y_label} over {x_label}")
     svg = f'<svg viewBox="0 0 360 180" role="img" aria-label="{described}">{grid}{"".join(paths)}{ends}</svg>'
     axis = f'<p class="axis">{html.escape(y_label)}</p>'
-    return Figure(title, f'<ul class="legend">{legend}</ul>{axis}{svg}', caption)
+    return Figure(title, f'<ul class="legend">{legend}</ul>{axis}{svg}', caption, wide=False)
 
 
 def _legend(entries: Sequence[tuple[str, Color]]) -> str:

@@ -38,12 +38,16 @@ class Section:
     figures: tuple[Figure, ...] = ()
 
 
-def render_page(title: str, sections: Sequence[Section], lead: str = "") -> str:
+def render_page(
+    title: str, sections: Sequence[Section], lead: str = "", refresh_seconds: float | None = None
+) -> str:
     """The page as HTML text. Every text is escaped; only the bodies of figures are taken as they are.
+
+    With `refresh_seconds` a browser that shows it loads it anew that often.
 
     >>> "a &lt; b" in render_page("a < b", [])
     True
     """
     source = _TEMPLATE.read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
-    return template.render(title=title, lead=lead, sections=list(sections))
+    return template.render(title=title, lead=lead, refresh=refresh_seconds, sections=list(sections))

@@ -25,6 +25,7 @@ class Stream:
     is_action: list[bool] = field(default_factory=list)
     sample_logp: list[float] = field(default_factory=list)  # nats; 0 for forced tokens
     num_cached: int = 0  # tokens whose keys and values stand in the cache
+    num_computed: int = 0  # positions that went through the model for it; a prompt taken from another is not
 
     def force(self, tokens: Sequence[int]) -> None:
         """Append tokens that the policy did not choose: a prompt or an observation."""
@@ -178,6 +179,8 @@ def _append(
         indices = torch.tensor([running[place].index for place in chosen], device=device)
         parts.append(model.extend(ids, num_new, indices, cache))
         places.extend(chosen)
+        for place, tokens in zip(chosen, pending, strict=True):
+            running[place].player.stream.num_computed += len(tokens)
         stats.num_positions += sum(map(len, pending))
         stats.num_calls += 1
     row_of = {place: row for row, place in enumerate(places)}

@@ -115,7 +115,12 @@ class EpisodePlayer:
 
         An episode that broke before its prompt is a lone padding token.
         """
-        info: dict[str, Any] = {"task": self._task.name, "num_turns": self.num_turns, "finish": self.finish}
+        info: dict[str, Any] = {
+            "task": self._task.name,
+            "num_turns": self.num_turns,
+            "finish": self.finish,
+            "num_computed": self.stream.num_computed,
+        }
         if self.error is not None:
             info["error"] = self.error
         return Trajectory(

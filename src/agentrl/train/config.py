@@ -129,7 +129,9 @@ class RunConfig:
     curriculum: RuleName = "top"
     """Which tasks a step plays: top (largest expected signal), band (the textbook), uniform (any), ..."""
     eval_samples: int = 16
-    """Episodes a held-out task, before and after training."""
+    """Episodes a held-out task, in every evaluation."""
+    eval_every: int = 20
+    """Steps between held-out evaluations; 0: only before and after training."""
     checkpoint_every: int = 10
     """Steps between checkpoints."""
     keep_checkpoints: int = 2
@@ -144,7 +146,8 @@ class RunConfig:
     """Keep only each layer's input and recompute the rest in backward: less memory, a third more work."""
 
     def __post_init__(self) -> None:
-        _require(self.steps >= 0, "steps", self.steps, "at least 0")
+        for name in ("steps", "eval_every"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         _require(self.curriculum in RULES, "curriculum", self.curriculum, f"one of {', '.join(RULES)}")
         dtypes = get_args(ComputeDtype)
         _require(

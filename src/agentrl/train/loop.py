@@ -17,6 +17,7 @@ from agentrl.rollout.episode import NamedTask, TextTokenizer, broke, sample_step
 from agentrl.train.checkpoint import Checkpoint, placed_like, read_shards
 from agentrl.train.config import RLConfig, config_hash
 from agentrl.train.distributed import ONE_RANK, Ranks, gathered
+from agentrl.train.recording import position_counts
 from agentrl.train.step import update_policy
 
 # What an update reports; a step without one has None instead of each.
@@ -105,6 +106,7 @@ class Trainer:
     ) -> None:
         self.model, self.cfg, self.curriculum = model, cfg, curriculum
         self.num_steps = 0  # done so far
+        self.learned_from: list[Trajectory] = []  # in the last step
         self.generator = torch.Generator().manual_seed(cfg.seed)
         self.optimizer = torch.optim.Adam(model.module.parameters(), lr=cfg.lr, betas=cfg.betas)
         self.ranks = ranks
@@ -118,8 +120,8 @@ class Trainer:
         `step` (from 1), `pass_rate` (mean reward; None where every episode broke), `episodes`,
         `errored_episodes` (those that the environment broke), `tokens` (of all sampled trajectories),
         `zero_adv_frac` (share of trajectories without gradient: their group has no signal, or they broke),
-        `updated`, the statistics of `update_policy` with its tokens as `action_tokens`, `seconds_sampling`,
-        `seconds_training`, and the curriculum's figures. Without a group that has signal there is no update:
+        `updated`, the counts of `position_counts`, the statistics of `update_policy` with its tokens as
+        `action_tokens`, `seconds_sampling`, `seconds_training`, and the curriculum's figures. Without a group that has signal there is no update:
         `updated` is False, its statistics are None.
 
         An episode that broke is left out, and the run goes on. Raises ValueError, with the last error, where
@@ -132,7 +134,7 @@ class Trainer:
         self._check_played(sampled, step)
         sampled_at = self._clock()
         update = self._learn(kept) if kept else {**dict.fromkeys(_UPDATE_KEYS), "action_tokens": 0}
-        self.num_steps = step
+        self.num_steps, self.learned_from = step, kept
         rewards = {t.episode: t.reward for t in sampled if not broke(t)}
         num_episodes = len({t.episode for t in sampled})
         return {
@@ -143,6 +145,7 @@ class Trainer:
             "errored_episodes": num_episodes - len(rewards),
             "tokens": sum(t.num_tokens for t in sampled),
             "updated": bool(kept),
+            **position_counts(sampled, kept),
             **update,
             **self.curriculum.metrics(),
             "seconds_sampling": sampled_at - start,

@@ -26,6 +26,7 @@ from agentrl.train.config import RunConfig, config_hash, config_to_toml, load_co
 from agentrl.train.distributed import gathered
 from agentrl.train.loop import Trainer
 from agentrl.train.metrics import MetricsLog
+from agentrl.train.recording import batch_picture
 
 # Held-out evaluation: a dictionary with at least `pass_rate`, of plain JSON values.
 Evaluation = Callable[[Policy], dict[str, Any]]
@@ -34,7 +35,8 @@ Evaluation = Callable[[Policy], dict[str, Any]]
 class RunDirectory:
     """The files of a run.
 
-    config.toml | metrics.jsonl: a record a step | checkpoints/ | and at the end model.safetensors;
+    config.toml | metrics.jsonl: a record a step | batch.json: how one step's trajectories stand in rows |
+    checkpoints/ | and at the end model.safetensors;
     summary.json holds the evaluation `before` from the start, and everything else at the end.
     """
 
@@ -45,6 +47,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.model_path = path / "model.safetensors"
         self.summary_path = path / "summary.json"
+        self.batch_path = path / "batch.json"
 
     def check_free(self) -> None:
         """Raises ValueError where the directory holds anything already; creates nothing."""
@@ -89,6 +92,10 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         write_atomically(self.summary_path, (json.dumps(summary, indent=2) + "\n").encode())
+
+    def write_batch(self, picture: dict[str, Any]) -> None:
+        """Write batch.json."""
+        write_atomically(self.batch_path, (json.dumps(picture) + "\n").encode())
 
     def load_latest(self, config: RunConfig) -> Checkpoint | None:
         """The newest checkpoint, verified together with the files that must fit it; None before the first.
@@ -172,8 +179,22 @@ def train_run(
             save()
             return None
         record = trainer.step()
+        is_due = config.eval_every > 0 and trainer.num_steps % config.eval_every == 0
+        if is_due and trainer.num_steps < config.steps:  # the end has an evaluation of its own
+            heldout, seconds = evaluate()
+            hooks.on_phase("training")
+            record |= {"heldout_pass_rate": heldout["pass_rate"], "seconds_evaluating": seconds}
         if ranks.is_first:
             run.metrics.append(record)
+        if (
+            ranks.is_first
+            and trainer.learned_from
+            and (trainer.num_steps % config.checkpoint_every == 0 or not run.batch_path.exists())
+        ):
+            vocab_size = trainer.model.head().weight.shape[0]
+            run.write_batch(
+                batch_picture(trainer.learned_from, trainer.num_steps, config.rl.max_tokens, vocab_size)
+            )
         hooks.on_step(record)
         if trainer.num_steps % config.checkpoint_every == 0 or trainer.num_steps == config.steps:
             save()
@@ -210,7 +231,9 @@ def summarize(run: RunDirectory, evaluations: dict[str, Any]) -> dict[str, Any]:
         "pass_rate_after": after["pass_rate"],
         "seconds_sampling": total("seconds_sampling"),
         "seconds_training": total("seconds_training"),
-        "seconds_evaluating": evaluations["seconds_before"] + evaluations["seconds_after"],
+        "seconds_evaluating": evaluations["seconds_before"]
+        + sum(record.get("seconds_evaluating", 0.0) for record in records)
+        + evaluations["seconds_after"],
         **evaluations,
     }
 
