@@ -121,7 +121,8 @@ class Trainer:
         `errored_episodes` (those that the environment broke), `tokens` (of all sampled trajectories),
         `zero_adv_frac` (share of trajectories without gradient: their group has no signal, or they broke),
         `updated`, the counts of `position_counts`, the statistics of `update_policy` with its tokens as
-        `action_tokens`, `seconds_sampling`, `seconds_training`, and the curriculum's figures. Without a group that has signal there is no update:
+        `action_tokens`, `seconds_sampling`, `seconds_training`, and the curriculum's figures. Without a group
+        that has signal there is no update:
         `updated` is False, its statistics are None.
 
         An episode that broke is left out, and the run goes on. Raises ValueError, with the last error, where
