@@ -36,6 +36,7 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "train.evaluate": ("behavior_stats", "evaluate"),
     "train.loop": ("train_rl",),
     "train.base": ("make_rl_base",),
+    "diagnose.verify": ("Verification", "VerifyOptions", "verify"),
     "diagnose.analyze": ("AnalyzeOptions", "analyze"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
