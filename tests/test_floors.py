@@ -29,7 +29,10 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head", "log_probs",
          "fused_loss", "losses"),
     ),
-    "models": (3, ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "scoring", "reference", "load")),
+    "models": (
+        3,
+        ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "load", "scoring", "reference"),
+    ),
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,

@@ -1,4 +1,4 @@
-"""`agentrl verify`: whether packing, splitting and the head are exact, on your model and your trajectories."""
+"""`agentrl verify`: whether packing, splitting and the head are exact, on your model and trajectories."""
 
 import json
 import sys

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from agentrl.data.microbatch import token_budget_batches
 from agentrl.data.packing import PackedBatch, pack_sequences
@@ -30,6 +30,7 @@ from agentrl.diagnose.generated import generate_trajectories
 from agentrl.diagnose.isolation import RatioProfile, isolation, with_leak, with_running_positions
 from agentrl.models.policy import Policy
 from agentrl.models.scoring import action_hidden, as_policy
+from agentrl.models.tiny import TinyAgent
 
 Bug = Literal["leak", "positions", "local-mean"]
 Unit = Literal["nats", "share", "relative"]
@@ -139,15 +140,16 @@ def verify(
     error of the plain computation in the model's dtype against the same in the next wider one (float32 for
     16 bits, float64 for float32). A saving may be at most twice as far from the exact value, so by the
     triangle inequality at most 3 e from the plain one, plus 8 machine epsilons of the value. This holds for
-    the largest and for the mean error of a log-prob, and for the relative error of the whole gradient; a leak
-    that hides below the largest shows in the mean. A float64 model may differ by 1e-10 of the value, unless it
-    rounds to float32 inside, as transformers' norms do: then e is the difference to float32. The isolation
-    probe has no tolerance: not a bit may change (with experts, whose shapes depend on all tokens, 16
-    epsilons). Log-probs of another sampler may differ by what bfloat16 costs: 0.02 nats on average, 1% of
-    tokens by more than 20%.
+    the largest and for the mean error of a log-prob, and for the relative error of the whole gradient; a
+    leak that hides below the largest shows in the mean. A float64 model may differ by 1e-10 of the value,
+    unless it rounds to float32 inside, as transformers' norms do: then e is the difference to float32. The
+    isolation probe has no tolerance: not a bit may change (with experts, whose shapes depend on all tokens,
+    16 epsilons). Log-probs of another sampler may differ by what bfloat16 costs: 0.02 nats on average, 1%
+    of tokens by more than 20%.
 
     The model's weights, gradients and modes are afterwards what they were. Raises ValueError where no
-    trajectory has action tokens, ids do not fit the vocabulary, or the model cannot read packed rows.
+    trajectory has action tokens, ids do not fit the vocabulary, no row holds two trajectories, or the model
+    cannot read packed rows.
 
     >>> from agentrl.models.tiny import TinyAgent, TinyConfig
     >>> found = verify(TinyAgent(TinyConfig(vocab_size=11, num_layers=1)).double())
@@ -213,6 +215,9 @@ class _Verifier:
         self.objective = Objective.of(trajs, options.temperature, options.seed)
         longest, total = max(t.num_tokens for t in trajs), sum(t.num_tokens for t in trajs)
         self.max_tokens = options.max_tokens or min(total, max(2 * longest, ONE_ROW))
+        if options.simulate == "positions" and isinstance(policy, TinyAgent):
+            # its positions end there; those of rotary embeddings do not
+            self.max_tokens = min(self.max_tokens, policy.config.max_positions)
 
     def run(self) -> Verification:
         flat, tree = self._rows(share_prefixes=False), self._rows(share_prefixes=True)
@@ -235,7 +240,7 @@ class _Verifier:
             self.progress("microbatches in another order")
             checks.append(self._microbatches(packed, allowed))
         self.progress("isolation")
-        checks += [self._isolation("flat rows", flat), self._isolation("prefix trees", tree)]
+        checks += [*self._isolation("flat rows", flat), *self._isolation("prefix trees", tree)]
         profile, check = self._ratios(flat, packed, plain, allowed)
         total = sum(t.num_tokens for t in self.trajs)
         return Verification(
@@ -265,12 +270,13 @@ class _Verifier:
         fast, full, exact = score_heads(self.policy, hidden, targets, options.temperature, options.seed)
         noise = None if exact is None else gap(full, exact)
         found, allowed = gap(fast, full), allowed_gap(noise, self.dtype, full.logp)
-        what = (
-            "The tiled head gives the full logits' values.",
-            "The tiled head is wrong for this model's head.",
-        )
         return (
-            _check("fast head against full logits", _log_prob_statistics(found, allowed), *what),
+            _check(
+                "fast head against full logits",
+                _log_prob_statistics(found, allowed),
+                "The tiled head gives the full logits' values, to rounding.",
+                "The tiled head is wrong for this model's head: bias, scale, soft-cap or temperature.",
+            ),
             _gradient_check("fast head against full logits", found, allowed),
         )
 
@@ -298,21 +304,26 @@ class _Verifier:
             "The gradient depends on the split: a mean over each microbatch, not weights fixed for the step.",
         )
 
-    def _isolation(self, name: str, packed: PackedBatch) -> Check:
+    def _isolation(self, name: str, packed: PackedBatch) -> list[Check]:
+        """The probe's line; none for trees in which no trajectory has a token of its own."""
         experts = any("expert" in type(m).__name__.lower() for m in self.policy.module.modules())
         change, num_watched = isolation(self.policy, packed)
         allowed = 16 * torch.finfo(self.dtype).eps if experts else 0.0
-        passed = (
-            f"Other tokens in one sequence changed no bit at {num_watched:,} positions of its neighbours."
-        )
+        passed = f"Other tokens in a sequence change no bit at {num_watched:,} positions of its neighbours."
         if num_watched == 0:
-            passed = "No row holds two sequences: nothing to probe; raise max_tokens."
-        return _check(
+            if any(len(row) > 1 for row in packed.rows):
+                return []
+            raise ValueError(
+                f"no row of {self.max_tokens} tokens holds two sequences, so packing would not be tested; "
+                "raise max_tokens, or cut the trajectories"
+            )
+        check = _check(
             f"isolation in {name}",
             (Statistic("change", change, allowed, "relative"),),
             passed,
             "Sequences read each other: training would be on leaked context.",
         )
+        return [check]
 
     def _ratios(
         self, flat: PackedBatch, packed: Scores, plain: Scores, allowed: Gap
