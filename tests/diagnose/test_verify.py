@@ -18,7 +18,7 @@ LOG_PROBS = ["packed against alone", "tree against alone"]
 GRADIENTS = [f"gradient: {name}" for name in LOG_PROBS]
 HEAD = ["fast head against full logits", "gradient: fast head against full logits"]
 MICROBATCHES = "gradient: microbatches against one batch"
-ISOLATION = ["isolation in flat rows", "isolation in prefix trees"]
+ISOLATION = ["isolation in flat rows", "isolation in trees"]
 
 
 def tiny(dtype: torch.dtype = torch.float32, kind: type[TinyAgent] = TinyAgent) -> TinyAgent:

@@ -243,8 +243,11 @@ def print_table(found: "Verification") -> None:
     if found.simulated is not None:
         console.print(f"Simulated bug: {found.simulated}. The lines that FAIL show it.", highlight=False)
     table = Table(box=None, pad_edge=False, expand=True)
-    for heading, ratio in (("", 26), ("measured", 22), (f"allowed, {dtype}", 16), ("", 4), ("it means", 48)):
-        table.add_column(heading, ratio=ratio, overflow="fold")
+    table.add_column("", ratio=1, overflow="fold")
+    table.add_column("measured", no_wrap=True)
+    table.add_column(f"allowed for {dtype}", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("what it means", ratio=2, overflow="fold")
     for check in found.checks:
         verdict = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
         table.add_row(check.name, *_cells(check.statistics), verdict, check.meaning)

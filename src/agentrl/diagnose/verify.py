@@ -240,7 +240,7 @@ class _Verifier:
             self.progress("microbatches in another order")
             checks.append(self._microbatches(packed, allowed))
         self.progress("isolation")
-        checks += [*self._isolation("flat rows", flat), *self._isolation("prefix trees", tree)]
+        checks += [*self._isolation("flat rows", flat), *self._isolation("trees", tree)]
         profile, check = self._ratios(flat, packed, plain, allowed)
         total = sum(t.num_tokens for t in self.trajs)
         return Verification(
