@@ -22,12 +22,13 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data": (
         1,
         ("trajectory", "records", "storage", "chat", "formats", "text_formats", "token_formats", "importers",
-         "collate", "advantages", "weights", "lengths", "bins", "prefix_tree", "packing", "microbatch"),
+         "lengths", "collate", "advantages", "weights", "bins", "prefix_tree", "packing", "sequence_cost",
+         "atoms", "balance", "microbatch"),
     ),
     "ops": (
         2,
-        ("visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head", "log_probs",
-         "fused_loss", "losses"),
+        ("peak_memory", "visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head",
+         "log_probs", "fused_loss", "losses"),
     ),
     "models": (
         3,
@@ -36,7 +37,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
-        ("config", "distributed", "checkpoint", "metrics", "step", "evaluate", "loop", "base", "run"),
+        ("config", "budget", "distributed", "checkpoint", "metrics", "rows", "step", "evaluate", "loop",
+         "base", "run"),
     ),
     "diagnose": (6, ("comparison", "generated", "isolation", "verify", "census", "waste", "analyze")),
     "cli": (7, ()),

@@ -91,6 +91,16 @@ def test_a_run_ends_with_a_table_and_its_files(tmp_path: Path, capsys: pytest.Ca
     assert "holds no checkpoint of step 99; it has [2, 3]" in capsys.readouterr().err
 
 
+def test_low_precision_and_recomputation_need_no_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    flags = ["--compute-dtype", "bfloat16", "--checkpoint-activations", "--kl-coef", "0.1"]
+    assert os.waitpid(in_child(lambda: main(["train", "--run-dir", str(path), *SMALL, *flags])), 0)[1] == 0
+    assert len(records(path)) == 3
+    assert {p.suffix for p in (path / "checkpoints").iterdir()} == {".shards"}
+    policy, _ = load_policy(RunDirectory(path))
+    assert {p.dtype for p in policy.state_dict().values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_the_run_continues(tmp_path: Path, signum: int) -> None:
     path, output = tmp_path / "run", tmp_path / "output"

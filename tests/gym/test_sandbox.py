@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +157,7 @@ def f(x): return 5
     ids=["fork", "setsid", "threads"],
 )  # fmt: skip
 def test_bombs_do_not_go_off(sandbox: Sandbox, source: str) -> None:
+    run(sandbox, SANE)  # the warm parent starts with the first call
     before = len(descendants())
     assert error_of(sandbox, source) in ("timeout", "RuntimeError: can't start new thread")
     assert len(descendants()) <= before
@@ -327,11 +329,18 @@ def test_root_without_a_wall_against_fork_bombs_is_refused() -> None:
     assert outcome.error.startswith("confinement failed: the kernel's limit on processes does not bind root")
 
 
-def test_without_its_wall_an_attack_would_succeed(tmp_path: Path) -> None:
-    """The planted hole: the file that the filter, or the empty root, keeps from being written is written."""
-    target = tmp_path / "written"
-    for folder in (target.parent, *list(target.parents)[1:3]):
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may write in; pytest's own stand below one that is closed to others."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         folder.chmod(0o777)
+        yield folder
+
+
+def test_without_its_wall_an_attack_would_succeed(open_folder: Path) -> None:
+    """The planted hole: the file that the filter, or the empty root, keeps from being written is written."""
+    target = open_folder / "written"
     source = "def f(path):\n    with open(path, 'w') as file: file.write('x')\n    return 1"
     for without, is_written in (((), False), (("root",), False), (("root", "filter"), True)):
         if not may_change_user() and "filter" in without:

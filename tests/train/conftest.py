@@ -1,5 +1,12 @@
 """A policy, an environment and a sampler small enough to know by heart."""
 
+import os
+import pickle
+import socket
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +15,7 @@ from torch import Tensor, nn
 
 from agentrl import Trajectory
 from agentrl.models.policy import Head
+from agentrl.train.distributed import Ranks, process_group
 
 
 class Bigram(nn.Module):
@@ -71,3 +79,45 @@ def make_trajs() -> Any:
 @pytest.fixture(autouse=True)
 def _fixed_global_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def in_ranks(tmp_path: Path) -> Any:
+    """in_ranks(num_ranks, function): function(ranks) in that many processes, as torchrun would start them.
+
+    Returns what each rank returned; a rank that raised gives its exception, one that died its exit status.
+    """
+
+    def run(num_ranks: int, function: Callable[[Ranks], Any]) -> list[Any]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children: list[int] = []
+        for rank in range(num_ranks):
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", DeprecationWarning
+                )  # from Python 3.12: the parent has threads
+                child = os.fork()
+            if child == 0:
+                os.environ |= {"TORCHELASTIC_RUN_ID": "test", "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+                try:
+                    with process_group(torch.device("cpu")) as ranks:
+                        result = function(ranks)
+                except BaseException as error:
+                    traceback.print_exc()
+                    result = error
+                (tmp_path / f"rank-{rank}").write_bytes(pickle.dumps(result))
+                os._exit(0)
+            children.append(child)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        results = [
+            pickle.loads((tmp_path / f"rank-{rank}").read_bytes()) if status == 0 else status
+            for rank, status in enumerate(statuses)
+        ]
+        for path in tmp_path.glob("rank-*"):
+            path.unlink()
+        return results
+
+    return run

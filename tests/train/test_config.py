@@ -76,7 +76,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str
         {"group_size": 0}, {"prompts_per_step": 0}, {"temperature": 0.0}, {"max_tokens": 1}, {"max_turns": 0},
         {"loss_mode": "x"}, {"loss_mode": "constant"}, {"advantage": "x"}, {"clip_low": 1.5},
         {"clip_high": -0.1}, {"kl_coef": -1.0}, {"kl_coef": math.nan}, {"num_epochs": 0},
-        {"num_minibatches": 0}, {"max_grad_norm": 0.0},
+        {"num_minibatches": 0}, {"max_grad_norm": 0.0}, {"packing": "rows"}, {"microbatch_tokens": 255},
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
@@ -90,6 +90,14 @@ def test_counts_of_a_run_are_at_least_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         RunConfig(**{name: 0})
     assert RunConfig(steps=0).steps == 0
+
+
+def test_budget_holds_the_longest_trajectory_by_default() -> None:
+    assert RLConfig().token_budget == 4096
+    assert RLConfig(max_tokens=9000).token_budget == 9000
+    assert RLConfig(microbatch_tokens=300).token_budget == 300
+    with pytest.raises(ValueError, match="compute_dtype must be one of float32, bfloat16"):
+        RunConfig(compute_dtype="float16")  # type: ignore[arg-type]
 
 
 def test_known_keys_and_hash() -> None:

@@ -1,5 +1,6 @@
 """train_rl on a random policy in the real environment; test_run tests the engine below it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,26 @@ def test_same_seed_gives_the_same_history_and_weights() -> None:
         runs[0][1]["token_embedding.weight"],
         TinyAgent(TinyConfig(vocab_size=len(tok), width=8, num_layers=1, num_heads=1)).token_embedding.weight,
     )
+
+
+@pytest.mark.usefixtures("rewards_by_parity")
+def test_packed_rows_learn_what_padded_ones_do() -> None:
+    """To float32 rounding at the first step, in every figure and weight; later steps sample from it."""
+    tok = build_tokenizer(make_tasks("all"))
+    runs: dict[str, Any] = {}
+    for packing in ("padded", "packed", "tree"):
+        model = TinyAgent(TinyConfig(vocab_size=len(tok), width=8, num_layers=1, num_heads=1))
+        cfg = replace(CFG, packing=packing, microbatch_tokens=64, kl_coef=0.1, num_minibatches=1)
+        (record,) = train_rl(model, make_tasks("train"), tok, cfg, 1)
+        assert record["updated"]
+        runs[packing] = ({k: v for k, v in record.items() if "seconds" not in k}, model.state_dict())
+        del runs[packing][0]["distortion"]  # of the split, not of the learning
+    record, weights = runs["padded"]
+    start = TinyAgent(TinyConfig(vocab_size=len(tok), width=8, num_layers=1, num_heads=1)).state_dict()
+    for packing in ("packed", "tree"):
+        assert runs[packing][0] == pytest.approx(record, rel=2e-6, abs=1e-7)
+        for name, value in runs[packing][1].items():
+            assert float((value - weights[name]).norm() / (weights[name] - start[name]).norm()) < 1e-3, name
 
 
 def test_no_steps_give_no_history() -> None:

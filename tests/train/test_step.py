@@ -11,7 +11,8 @@ import torch
 from agentrl import RLConfig, collate, compute_advantages, rl_update
 from agentrl.models.scoring import sequence_log_probs, sequence_scores
 from agentrl.train.metrics import Max, Mean
-from agentrl.train.step import TokenScores, TokenTargets, UpdateMetrics, surrogate_loss
+from agentrl.train.rows import TokenScores
+from agentrl.train.step import TokenTargets, UpdateMetrics, surrogate_loss
 
 CONFIGS = [
     RLConfig(num_minibatches=1),
@@ -121,7 +122,10 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole() -> None:
 
     def part(index: slice) -> tuple[float, UpdateMetrics]:
         targets = TokenTargets(
-            old[index], advantages[index], torch.full_like(old[index], 1 / 11), -entropy[index]
+            old[index],
+            advantages[index],
+            torch.full_like(old[index], 1 / 11),
+            ref_logp=-entropy[index],
         )
         loss, metrics = surrogate_loss(TokenScores(logp[index], entropy[index]), targets, cfg)
         return loss.item(), metrics
@@ -131,7 +135,11 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole() -> None:
     assert sum(loss for loss, _ in parts) == pytest.approx(whole_loss, rel=1e-12)
     added = sum((metrics for _, metrics in parts), UpdateMetrics())
     assert added.values() == pytest.approx(whole.values(), rel=1e-12)
-    assert {f.name for f in fields(UpdateMetrics)} - set(added.values()) == {"loss", "grad_norm"}
+    assert {f.name for f in fields(UpdateMetrics)} - set(added.values()) == {
+        "loss",
+        "grad_norm",
+        "distortion",
+    }
     # the planted bug: a mean of means is another number
     local = sum(m.entropy.value or 0.0 for _, m in parts) / 4
     assert abs(local - (whole.entropy.value or 0.0)) > 1e-3

@@ -1,6 +1,7 @@
 """`agentrl train`: the supervised base learns to fix bugs by reinforcement."""
 
 import argparse
+import copy
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from rich.table import Table
 from agentrl.train.config import RunConfig, load_config
 
 if TYPE_CHECKING:
+    from agentrl.train.distributed import Ranks
     from agentrl.train.run import RunDirectory
 
 
@@ -172,50 +174,94 @@ def summary_table(summary: dict[str, Any], path: Path) -> Table:
     return table
 
 
-def _prepare(options: Options) -> "RunDirectory":
+def _prepare(options: Options, path: Path) -> "RunDirectory":
     """The run's directory, checked before anything expensive; nothing is created yet."""
     from agentrl.train.run import RunDirectory
 
+    run = RunDirectory(path)
     if options.resume is not None:
-        run = RunDirectory(options.resume)
         run.load_latest(options.run)
-        return run
-    run = RunDirectory(options.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    run.check_free()
+    else:
+        run.check_free()
     return run
 
 
 def main(args: list[str]) -> int:
-    """Run the command; 0 when the run finished, 128 + the signal's number when one stopped it."""
+    """Run the command; 0 when the run finished, 128 + the signal's number when one stopped it.
+
+    Started by torchrun, every process runs it, and together they train one policy.
+    """
     options = parse(args)
     config = options.run
-    run = _prepare(options)
+    path = options.resume or options.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+
+    from torch.distributed import is_torchelastic_launched
+
+    from agentrl.train.distributed import ONE_RANK, RankLost, contact, own_device, process_group
+
+    is_plain = config.compute_dtype == "float32" and not config.checkpoint_activations
+    if is_plain and not is_torchelastic_launched():
+        return _train(options, _prepare(options, path), ONE_RANK)
+    with process_group(own_device(config.device)) as ranks:
+        run = ranks.first(lambda: _prepare(options, path))
+        try:
+            with contact(ranks.rank):
+                return _train(options, run, ranks)
+        except RankLost as error:
+            print(f"agentrl: {error}\n  agentrl train --resume {run.path}", file=sys.stderr, flush=True)
+            return 1
+
+
+def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
+    """Train on this rank."""
+    config = options.run
 
     import torch
+    import torch.distributed as dist
 
     from agentrl.gym.tasks import make_tasks
     from agentrl.gym.tokenizer import build_tokenizer
     from agentrl.models.policy import Policy
     from agentrl.train.base import make_rl_base
+    from agentrl.train.distributed import own_device, shard_policy
     from agentrl.train.evaluate import evaluate
     from agentrl.train.loop import bugfix_trainer
     from agentrl.train.run import Hooks, train_run
 
     torch.set_num_threads(config.threads)
-    console = Console()
+    console = Console(quiet=not ranks.is_first)
     display = Display(console, config.steps)
     tok = build_tokenizer(make_tasks("all"))
     heldout = make_tasks("heldout")
     display.phase("preparing the supervised base")
-    model = make_rl_base(tok)
-    model.to(torch.device(config.device))
-    trainer = bugfix_trainer(model, make_tasks("train"), tok, config.rl)
+    # Made on the first rank, then read from its cache by the others.
+    made = [make_rl_base(tok)] if ranks.is_first else []
+    ranks.gather(None)
+    model = made.pop() if made else make_rl_base(tok)
+    reference = copy.deepcopy(model) if config.rl.kl_coef > 0 else None
+    for policy in (model, reference):
+        if policy is not None:
+            policy.to(own_device(config.device))
+        if policy is not None and dist.is_initialized():
+            shard_policy(
+                policy,
+                compute_dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else None,
+                checkpoint_activations=config.checkpoint_activations,
+            )
+    trainer = bugfix_trainer(
+        model,
+        make_tasks("train"),
+        tok,
+        config.rl,
+        ranks=ranks,
+        reference=reference if config.rl.kl_coef else None,
+    )
 
     def evaluation(policy: Policy) -> dict[str, Any]:
         return evaluate(policy, heldout, tok, config.eval_samples, cfg=config.rl)
 
     if options.resume is None:
-        run.create(config)
+        ranks.first(lambda: run.create(config))
     stop = StopRequest()
     hooks = Hooks(on_phase=display.phase, on_step=display.step, should_stop=stop)
     try:

@@ -35,7 +35,7 @@ def pad_rows(tensors: Sequence[Tensor], width: int, value: float) -> Tensor:
     return rows
 
 
-def _labels(names: Sequence[str]) -> Tensor:
+def label_numbers(names: Sequence[str]) -> Tensor:
     """Names as int64 [B], numbered in the order in which they first appear."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names])
@@ -68,8 +68,8 @@ def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
         "action_mask": pad_rows([t.action_mask for t in trajs], width - 1, 0),
         "sample_logp": pad_rows([t.sample_logp for t in trajs], width - 1, 0),
         "reward": torch.tensor([t.reward for t in trajs], dtype=torch.float32),
-        "episode": _labels([t.episode for t in trajs]),
+        "episode": label_numbers([t.episode for t in trajs]),
     }
     if all(t.group for t in trajs):
-        batch["group"] = _labels([t.group for t in trajs])
+        batch["group"] = label_numbers([t.group for t in trajs])
     return batch

@@ -19,12 +19,16 @@ from agentrl.gym.tasks import Task
 class DemoConfig:
     """How skilful the demonstrations are, as probabilities."""
 
-    submit_unseen: float = 0.15  # submits at once
-    look_and_submit: float = 0.2  # views, perhaps runs, and submits
+    submit_unseen: float = 0.22  # submits at once
+    look_and_submit: float = 0.18  # views, perhaps runs, and submits
     hasty: float = 0.2  # edits once and submits without running
-    give_up: float = 0.15  # after each failed attempt, submits as it is
+    give_up: float = 0.25  # after each failed attempt, submits as it is
     start_anywhere: float = 0.2  # the sweep starts at a random rewrite instead of the first
     max_turns: int = 16
+
+
+_DRILL = DemoConfig()
+_DRILL_TURNS = 100
 
 
 @dataclass(slots=True)
@@ -32,18 +36,33 @@ class Demonstration:
     """One episode: what the environment said and what the player did, in turn."""
 
     prompt: str
-    actions: list[str] = field(default_factory=list)
-    observations: list[str] = field(default_factory=list)  # the last action has none
+    actions: list[str] = field(default_factory=list[str])
+    observations: list[str] = field(default_factory=list[str])  # the last action has none
     reward: float = 0.0
 
 
-def demonstrations(seed: int, count: int, forbidden: frozenset[str], cfg: DemoConfig) -> Iterator[Demonstration]:
+def demonstrations(
+    seed: int, count: int, forbidden: frozenset[str], cfg: DemoConfig
+) -> Iterator[Demonstration]:
     """`count` demonstrations, the same for the same arguments; see `programs.make_buggy` for `forbidden`."""
     rng = random.Random(seed)
     env = BugFixEnv(cfg.max_turns, run_trusted)
     for _ in range(count):
         task, program = make_buggy(rng, forbidden)
         yield _Player(rng, env, cfg, task).play(program)
+
+
+def drills(seed: int, count: int, forbidden: frozenset[str]) -> Iterator[Demonstration]:
+    """`count` exercises in copying: a view, then every rewrite of every line in turn, nothing run.
+
+    Nearly all their tokens are actions, so copying a line is learnt from few of them.
+    """
+    rng = random.Random(seed)
+    env = BugFixEnv(_DRILL_TURNS, run_trusted)
+    for _ in range(count):
+        task, program = make_buggy(rng, forbidden)
+        player = _Player(rng, env, _DRILL, task)
+        yield player.drill(program)
 
 
 class _Player:
@@ -63,6 +82,20 @@ class _Player:
             else:
                 self._sweep(program, style < cfg.submit_unseen + cfg.look_and_submit + cfg.hasty)
         self._act(SUBMIT)
+        return self.demo
+
+    def drill(self, program: Program) -> Demonstration:
+        self._act(VIEW)
+        lines = self.task.source.split("\n")
+        attempts = all_rewrites(self.task.source, program.variables())
+        by_line: dict[int, list[str]] = {}
+        for _, line, text in attempts:
+            by_line.setdefault(line, []).append(text)
+        for line in self.rng.sample(sorted(by_line), len(by_line)):
+            indentation = lines[line - 1][: -len(lines[line - 1].lstrip())]
+            for text in by_line[line]:
+                self._act(f"{EDIT} {line} {indentation}{text}")
+            self._act(f"{EDIT} {line} {lines[line - 1]}")
         return self.demo
 
     def _act(self, action: str) -> str:

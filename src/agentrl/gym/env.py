@@ -75,7 +75,7 @@ class BugFixEnv:
         self._num_turns += 1
         verb, _, rest = action.strip().partition(" ")
         if verb == SUBMIT and not rest:
-            reward = float(all(self._passes(self._task.hidden)))
+            reward = float(all(passes for _, passes in self._results(self._task.hidden)))
             self._task = None
             return StepResult("", reward, True)
         if verb == VIEW and not rest:
@@ -94,7 +94,7 @@ class BugFixEnv:
 
     def _edit(self, rest: str) -> str:
         number, _, text = rest.partition(" ")
-        if not (number.isascii() and number.isdigit() and 1 <= int(number) <= len(self._lines)):
+        if number not in map(str, range(1, len(self._lines) + 1)):
             return f"error: no such line, it has {len(self._lines)}\n"
         text = text.strip()
         if not text or "\n" in text:
@@ -103,21 +103,21 @@ class BugFixEnv:
         self._lines[int(number) - 1] = old[: len(old) - len(old.lstrip())] + text
         return "ok\n"
 
-    def _passes(self, cases: Sequence[Case]) -> list[bool]:
-        return [o.ok and same_value(o.value, c.wanted) for o, c in zip(self._outcomes(cases), cases, strict=True)]
-
-    def _outcomes(self, cases: Sequence[Case]) -> list[Outcome]:
+    def _results(self, cases: Sequence[Case]) -> list[tuple[Outcome, bool]]:
+        """Outcome of each case, and whether it is what was wanted; the comparison happens here, outside."""
         assert self._task is not None
         execute = self._execute or _shared_sandbox().call
-        return execute(self.source, self._task.name, [case.arguments for case in cases])
+        outcomes = execute(self.source, self._task.name, [case.arguments for case in cases])
+        return [(o, o.ok and same_value(o.value, c.wanted)) for o, c in zip(outcomes, cases, strict=True)]
 
     def _run(self, task: Task) -> str:
-        outcomes, passes = self._outcomes(task.visible), self._passes(task.visible)
+        results = self._results(task.visible)
+        passes = [passed for _, passed in results]
         report = f"pass {sum(passes)}/{len(passes)}"
         if all(passes):
             return f"{report}\n"
         first = passes.index(False)
-        case, outcome = task.visible[first], outcomes[first]
+        case, outcome = task.visible[first], results[first][0]
         arguments = ", ".join(map(shown, case.arguments))
         got = f"got {shown(outcome.value)}" if outcome.ok else f"raised {outcome.error.partition(':')[0]}"
         return f"{report}: ({arguments}) {got} wanted {shown(case.wanted)}\n"

@@ -17,12 +17,15 @@ from typing import Any
 from agentrl.gym.sandbox import Outcome, same_value
 from agentrl.gym.tasks import Case, Task, copied, make_tasks
 
-NAMES = tuple("fghpqrstuvw")  # function names of generated programs; no task and no variable has one of them
+NAMES = tuple(
+    "cfghjlmopqrstuvwyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+)  # of generated functions; no task or variable has one
 NUM_CASES = 4
 FAMILIES = (
     *("comparison", "off_by_one", "operator", "variable", "initial", "negation"),
     *("swapped", "return", "logic", "builtin", "constant", "update"),
 )
+_HARD = ("swapped", "return", "variable")  # twice as often: their repairs take the most practice
 
 Tokens = list[str]
 Rewrite = tuple[str, Tokens]  # (family of bugs, the line's tokens after the rewrite)
@@ -92,14 +95,14 @@ def rewrites(line: str, names: Sequence[str]) -> list[Rewrite]:
         before, after = tokens[:i], tokens[i + 1 :]
         last = before[-1] if before else ""
         binary = token not in ("+", "-", "*") or _is_operand(last)
+        if token == "-" and binary:
+            found.extend(_swapped_operands(tokens, i))
         if token in _SWAP and binary:
             found.extend((family, [*before, other, *after]) for family, other in _SWAP[token])
         if token == "not":
             found.append(("negation", [*before, *after]))
         if token == "in" and last != "not" and tokens[0] != "for":
             found.append(("negation", [*before, "not", *tokens[i:]]))
-        if token == "-" and binary:
-            found.extend(_swapped_operands(tokens, i))
         if token in ("0", "1") and tokens[1:2] == ["="] and len(tokens) == 3:
             found.append(("initial", [*before, "10"[int(token)], *after]))
         if token in ("0", "1") and last in ("==", "!="):
@@ -147,8 +150,9 @@ class Program:
     def variables(self) -> list[str]:
         """Names in scope that hold data, in order of appearance."""
         found = dict.fromkeys(t for t in pieces(self.source.replace("\n", " ")) if _is_variable(t))
-        names = [n for n in found if n != self.name and not hasattr(builtins, n) and n not in ("append", "items")]
-        return names
+        return [
+            n for n in found if n != self.name and not hasattr(builtins, n) and n not in ("append", "items")
+        ]
 
 
 def canonical(source: str) -> str:
@@ -188,42 +192,65 @@ def _condition(rng: random.Random, a: str, b: str) -> str:
     return f"{a} {rng.choice(_COMPARE)} {b}"
 
 
+def _expression(rng: random.Random) -> Shape:
+    kind = rng.randrange(7)
+    if kind == 0:
+        bound = rng.choice(["k", "lo", "hi"])
+        return ("x", bound), [f"return x {rng.choice(_COMPARE)} {bound}"], "ii"
+    if kind == 1:
+        return ("n",), [f"return {_condition(rng, 'n', rng.choice('012'))}"], "i"
+    if kind == 2:
+        return ("x", "items"), [f"return x {rng.choice(['in', 'not in'])} items"], "il"
+    if kind == 3:
+        return ("a", "b"), [f"return a {rng.choice(['and', 'or'])} b"], "ii"
+    if kind == 4:
+        f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
+        return ("items",), [f"return {f}(items) {rng.choice('+-')} {rng.choice([f'{g}(items)', '1'])}"], "l"
+    if kind == 5:
+        bound = rng.choice(["lo", "hi", "k"])
+        return ("x", bound), [f"return {rng.choice(['min', 'max'])}(x, {bound})"], "ii"
+    a, b = rng.choice([("a", "b"), ("a", "b"), ("b", "a")])
+    return ("a", "b"), [f"return {_term(rng, a, b)}"], "ii"
+
+
 def _straight(rng: random.Random) -> Shape:
     a, b = rng.choice([("a", "b"), ("a", "b"), ("b", "a")])
     kind = rng.random()
-    if kind < 0.25:
-        return ("a", "b"), [f"return {_term(rng, a, b)}"], "ii"
-    if kind < 0.45:
-        left, right = rng.choice(["a * a", "a * b", "b * b", "a * 2"]), rng.choice(["b * b", "b * a", "b * 2", "b"])
-        return ("a", "b"), [f"return {left} {rng.choice('+-')} {right}"], "ii"
+    if kind < 0.1:
+        logic = rng.choice(["and", "or"])
+        return (
+            ("a", "b"),
+            [f"d = a {logic} b", rng.choice(["return d", f"return d {rng.choice('+-*')} b"])],
+            "ii",
+        )
+    if kind < 0.2:
+        first, second = rng.choice([("lo", "hi"), ("hi", "lo")])
+        f, g = rng.choice(["min", "max"]), rng.choice(["min", "max"])
+        return ("x", "lo", "hi"), [f"x = {f}(x, {first})", f"return {g}(x, {second})"], "iii"
+    if kind < 0.3:
+        f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
+        last = rng.choice(["return a + b", "return b - a", "return a * b", "return [a, b]"])
+        return ("items",), [f"a = {f}(items)", f"b = {g}(items)", last], "l"
     first = f"d = {_term(rng, a, b)}"
-    if kind < 0.6:
+    if kind < 0.5:
         return ("a", "b"), [first, "return d"], "ii"
-    if kind < 0.8:
+    if kind < 0.75:
         return ("a", "b"), [first, f"return {_term(rng, 'd', rng.choice(['a', 'b']))}"], "ii"
     last = rng.choice([f"return d {rng.choice(_ARITHMETIC)} e", "return [d, e]"])
+    if kind < 0.87:
+        first = f"d = a {rng.choice(['//', '%', '*', '+', '-'])} 2"
+        return ("a",), [first, f"e = {_term(rng, 'a', 'd')}", last], "i"
     return ("a", "b"), [first, f"e = {_term(rng, b, rng.choice([a, 'd']))}", last], "ii"
 
 
-def _predicate(rng: random.Random) -> Shape:
-    kind = rng.random()
-    if kind < 0.25:
-        return ("x", "k"), [f"return {_condition(rng, 'x', rng.choice(['k', 'k', '0', '1']))}"], "ii"
-    if kind < 0.4:
-        return ("x", "items"), [f"return x {rng.choice(['in', 'not in'])} items"], "il"
-    logic = rng.choice(["and", "or"])
-    if kind < 0.65:
-        left, right = rng.choice(_COMPARE[:4]), rng.choice(_COMPARE[:4])
-        return ("x", "lo", "hi"), [f"return lo {left} x {logic} x {right} hi"], "iii"
-    left, right = _condition(rng, "a", rng.choice("01")), _condition(rng, "b", rng.choice("01"))
-    return ("a", "b"), [f"return {left} {logic} {right}"], "ii"
-
-
 def _branch(rng: random.Random) -> Shape:
-    bound = rng.choice(["k", "lo", "hi"])
-    yes, no = rng.choice([("x", bound), (bound, "x"), ("0", "x"), (bound, "0"), (f"x - {bound}", "x"), ("1", "0")])
+    bound = rng.choice(["k", "lo", "hi", "0"])
+    yes, no = rng.choice(
+        [("x", bound), (bound, "x"), ("0", "x"), (bound, "0"), (f"x - {bound}", "x"), ("1", "0")]
+    )
     condition = _condition(rng, "x", bound)
-    return ("x", bound), [f"if {condition}:", f"{_INDENT}return {yes}", f"return {no}"], "ii"
+    parameters, kinds = (("x",), "i") if bound == "0" else (("x", bound), "ii")
+    return parameters, [f"if {condition}:", f"{_INDENT}return {yes}", f"return {no}"], kinds
 
 
 def _accumulate(rng: random.Random) -> Shape:
@@ -252,7 +279,9 @@ def _collect(rng: random.Random) -> Shape:
     value = rng.choice(["x", "x", "x + 1", "x * 2", "x - 1"])
     if rng.random() < 0.3:
         return ("items",), ["out = []", "for x in items:", f"{_INDENT}out.append({value})", "return out"], "l"
-    condition = rng.choice([_condition(rng, "x", rng.choice(["k", "0"])), f"x {rng.choice(['in', 'not in'])} out"])
+    condition = rng.choice(
+        [_condition(rng, "x", rng.choice(["k", "0"])), f"x {rng.choice(['in', 'not in'])} out"]
+    )
     parameters, kinds = (("items", "k"), "li") if "k" in condition else (("items",), "l")
     body = ["out = []", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}out.append({value})"]
     return parameters, [*body, "return out"], kinds
@@ -260,24 +289,19 @@ def _collect(rng: random.Random) -> Shape:
 
 def _search(rng: random.Random) -> Shape:
     condition = rng.choice([f"x {rng.choice(_COMPARE[:4])} best", _condition(rng, "x", "0")])
-    body = [f"best = {rng.choice('01')}", "for x in items:", f"{_INDENT}if {condition}:", f"{_INDENT * 2}best = x"]
+    body = [
+        f"best = {rng.choice('01')}",
+        "for x in items:",
+        f"{_INDENT}if {condition}:",
+        f"{_INDENT * 2}best = x",
+    ]
     return ("items",), [*body, "return best"], "l"
 
 
-def _builtins(rng: random.Random) -> Shape:
-    kind = rng.random()
-    f, g = rng.choice(["min", "max", "len", "sum"]), rng.choice(["min", "max", "len", "sum"])
-    if kind < 0.35:
-        return ("items",), [f"return {f}(items) {rng.choice('+-')} {rng.choice([f'{g}(items)', '1'])}"], "l"
-    if kind < 0.65:
-        last = rng.choice(["return a + b", "return b - a", "return a * b", "return [a, b]"])
-        return ("items",), [f"a = {f}(items)", f"b = {g}(items)", last], "l"
-    f, g = rng.choice(["min", "max"]), rng.choice(["min", "max"])
-    first, second = rng.choice([("lo", "hi"), ("hi", "lo")])
-    return ("x", "lo", "hi"), [f"x = {f}(x, {first})", f"return {g}(x, {second})"], "iii"
-
-
-_SHAPES = (_straight, _straight, _predicate, _branch, _accumulate, _accumulate, _collect, _search, _builtins)
+_SHAPES = (
+    *(_expression, _expression, _expression, _straight, _straight),
+    *(_branch, _accumulate, _accumulate, _collect, _search),
+)
 
 
 def _arguments(kinds: str) -> Callable[[random.Random], tuple[Any, ...]]:
@@ -291,8 +315,12 @@ def _arguments(kinds: str) -> Callable[[random.Random], tuple[Any, ...]]:
 
 
 def make_program(rng: random.Random) -> Program:
-    """A random correct function of 2 to 6 lines."""
+    """A random correct function of 2 to 6 lines; its parameters stand in any order."""
     parameters, body, kinds = rng.choice(_SHAPES)(rng)
+    if len(parameters) == 1 and rng.random() < 0.3:  # an idle one
+        parameters, kinds = (*parameters, "k"), f"{kinds}i"
+    order = rng.sample(range(len(parameters)), len(parameters))
+    parameters, kinds = tuple(parameters[i] for i in order), "".join(kinds[i] for i in order)
     name = rng.choice(NAMES)
     source = "\n".join([f"def {name}({', '.join(parameters)}):", *(_INDENT + line for line in body)])
     return Program(name, source, parameters, _arguments(kinds))
@@ -327,7 +355,7 @@ def make_buggy(rng: random.Random, forbidden: frozenset[str]) -> tuple[Task, Pro
     Mutants that no visible case tells from the correct function are dropped, and so is every program whose
     canonical form is in `forbidden`.
     """
-    family = rng.choice(FAMILIES)
+    family = rng.choice((*FAMILIES, *_HARD))
     while True:
         program = make_program(rng)
         options = [o for o in all_rewrites(program.source, program.variables()) if o[0] == family]

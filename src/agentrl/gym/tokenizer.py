@@ -1,8 +1,8 @@
-"""A word-level tokenizer for code and observations: short sequences, and decode(encode(x)) == x for ASCII text.
+"""A word-level tokenizer for code and observations: short sequences, and every ASCII text comes back whole.
 
 Spaces cost no token where they stand as a code formatter would put them: a rule on neighbouring tokens says
-where a space is expected, and two tokens, a literal space and a glue of no width, state the exceptions. A word
-outside the vocabulary is spelled letter by letter.
+where a space is expected, and two tokens, a literal space and a glue of no width, state the exceptions. A
+word outside the vocabulary is spelled letter by letter.
 """
 
 import keyword
@@ -78,9 +78,9 @@ class Spacing:
             self._quote = "" if token == self._quote else self._quote
         elif token in ("'", '"'):
             self._quote = token
-        elif token == ":" and self._brackets.endswith("["):
-            self._tight = True
-        elif token in ("-", "~") and not _is_operand(last):
+        elif (token == ":" and self._brackets.endswith("[")) or (
+            token in ("-", "~") and not _is_operand(last)  # a slice's colon; a unary operator
+        ):
             self._tight = True
         elif token in _OPENING:
             self._brackets += token
@@ -142,7 +142,10 @@ class Tokenizer:
             for i, token in enumerate([core] if core in self._id_of or not core else core):
                 self._place(tokens, spacing, len(match[1]) if i == 0 else 0, token)
         if end != len(text):
-            raise ValueError(f"cannot encode {text[end]!r} at position {end}: only printable ASCII and newlines")
+            end += len(text[end:]) - len(text[end:].lstrip(" "))  # spaces before it are not to blame
+            raise ValueError(
+                f"cannot encode {text[end]!r} at position {end}: only printable ASCII and newlines"
+            )
         return tokens
 
     def _place(self, tokens: list[str], spacing: Spacing, num_spaces: int, token: str) -> None:
@@ -176,7 +179,7 @@ class Tokenizer:
 
 
 def build_tokenizer(tasks: Iterable[HasSource]) -> Tokenizer:
-    """The tokenizer of the BugFix gym: words of the tasks' names and sources, of observations, and letters."""
+    """The tokenizer of the BugFix gym: the tasks' names and words, those of observations, and letters."""
     words: set[str] = set()
     for task in tasks:
         words.add(task.name)

@@ -39,19 +39,21 @@ def sequence_log_probs(model: Policy | nn.Module, ids: Tensor, temperature: floa
     return selected_log_probs(head_logits(policy.head(), hidden[:, :-1]) / temperature, ids[:, 1:])
 
 
-def sequence_scores(model: Policy, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def sequence_scores(
+    model: Policy | nn.Module, ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies) in nats, both [B, T-1], of ids[:, 1:] under the model, for ids [B, T].
 
     The log-probs are those of `sequence_log_probs`, bit for bit; the entropies carry no gradient.
     """
+    policy = as_policy(model)
     batch, width = ids.shape
     position_ids = torch.arange(width, device=ids.device).expand(batch, width)
-    hidden = model.hidden_states(ids, position_ids, torch.full_like(ids, width))
-    logits = head_logits(model.head(), hidden[:, :-1]) / temperature
+    hidden = policy.hidden_states(ids, position_ids, torch.full_like(ids, width))
+    logits = head_logits(policy.head(), hidden[:, :-1]) / temperature
     with torch.no_grad():
-        log_probs = torch.log_softmax(
-            logits.double() if logits.dtype == torch.float64 else logits.float(), -1
-        )
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        log_probs = torch.log_softmax(wide, -1)
         entropy = -(log_probs.exp() * log_probs).nan_to_num(nan=0.0).sum(-1)
     return selected_log_probs(logits, ids[:, 1:]), entropy
 
@@ -125,6 +127,20 @@ def packed_log_probs(policy: Policy | nn.Module, packed: PackedBatch, temperatur
 
     The head is applied to the N hidden states that predict an action and to no others.
     """
+    return _head_scores(policy, packed, temperature, return_entropy=False)
+
+
+def packed_scores(
+    policy: Policy | nn.Module, packed: PackedBatch, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) in nats, both [N], as `packed_log_probs`; the entropies carry no gradient."""
+    logp, entropy = _head_scores(policy, packed, temperature, return_entropy=True)
+    return logp, entropy.detach()
+
+
+def _head_scores(
+    policy: Policy | nn.Module, packed: PackedBatch, temperature: float, return_entropy: bool
+) -> Any:
     policy = as_policy(policy)
     hidden = action_hidden(policy, packed)
     head = policy.head()
@@ -136,4 +152,5 @@ def packed_log_probs(policy: Policy | nn.Module, packed: PackedBatch, temperatur
         temperature=temperature,
         softcap=head.softcap,
         scale=head.scale,
+        return_entropy=return_entropy,
     )

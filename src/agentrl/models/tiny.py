@@ -4,6 +4,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,11 @@ class _Layer(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
+    def forward(self, x: Tensor, position_ids: Tensor, visible_until: Tensor) -> Tensor:
+        """The layer's output [R, L, D] for packed rows x [R, L, D]."""
+        q, k, v = self.heads(x)
+        return self.finish(x, attention(q, k, v, position_ids, visible_until))
+
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [R, H, L, E] of x [R, L, D]."""
         rows, length, width = x.shape
@@ -80,7 +86,7 @@ class _Layer(nn.Module):
 
 
 def _sinusoids(num_positions: int, width: int) -> Tensor:
-    """Positions [num_positions, width] to start learning from: a shift is a rotation, which heads find quickly."""
+    """Positions [num_positions, width] to start from: a shift is a rotation, which heads find quickly."""
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(2.0 * num_positions) / width))
     angles = torch.arange(num_positions)[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width] * 2**0.5
@@ -115,6 +121,9 @@ class TinyAgent(nn.Module):
             parameter.normal_(0.0, std, generator=generator)
         self.position_embedding.weight.copy_(_sinusoids(self.config.max_positions, self.config.width) * 0.02)
 
+    def _blocks(self) -> list[_Layer]:
+        return [cast(_Layer, layer) for layer in self.layers]
+
     @property
     def module(self) -> nn.Module:
         """The module that owns the parameters: this one."""
@@ -142,9 +151,8 @@ class TinyAgent(nn.Module):
     def hidden_states(self, ids: Tensor, position_ids: Tensor, visible_until: Tensor) -> Tensor:
         """Hidden states [R, L, D] after the final norm, of packed rows ids [R, L]; see Policy."""
         x = self._embed(ids, position_ids)
-        for layer in self.layers:
-            q, k, v = layer.heads(x)
-            x = layer.finish(x, attention(q, k, v, position_ids, visible_until))
+        for layer in self._blocks():
+            x = layer(x, position_ids, visible_until)
         return self.final_norm(x)
 
     def new_cache(self, num_slots: int, max_tokens: int) -> TinyCache:
@@ -167,14 +175,15 @@ class TinyAgent(nn.Module):
         x = self._embed(ids, position_ids)
         row, column = is_new.nonzero(as_tuple=True)
         slot_of, place = slots[row], position_ids[row, column]
-        everything = batch == cache.num_slots and bool((slots == torch.arange(batch, device=ids.device)).all())
-        for i, layer in enumerate(self.layers):
+        every_slot = torch.arange(cache.num_slots, device=ids.device)
+        in_place = torch.equal(slots, every_slot)  # all slots in order: read the cache without a copy
+        for i, layer in enumerate(self._blocks()):
             q, k, v = layer.heads(x)
             keys, values = cache.keys[i], cache.values[i]
             keys[slot_of, :, place] = k[row, :, column]
             values[slot_of, :, place] = v[row, :, column]
             keys, values = keys[:, :, :total], values[:, :, :total]
-            if not everything:
+            if not in_place:
                 keys, values = keys[slots], values[slots]
             attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible[:, None])
             x = layer.finish(x, attended)

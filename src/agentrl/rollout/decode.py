@@ -1,4 +1,4 @@
-"""KV-cached decoding of many episodes at once, each at its own length and turn; every position is computed once."""
+"""KV-cached decoding of many episodes at once, each at its own length and turn."""
 
 # B rows of one call, K new tokens a row, D width, V vocabulary
 
@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.models.policy import Policy
-from agentrl.models.scoring import head_logits
+from agentrl.models.policy import KVCache, Policy, head_logits
 
 _SMALL_WIDTH = 128
 
@@ -21,7 +20,7 @@ _SMALL_WIDTH = 128
 class Stream:
     """The tokens of one episode while it is decoded, and its own source of randomness."""
 
-    uniforms: np.ndarray  # [max_tokens] float64 in [0, 1): one number a position, whatever else is being decoded
+    uniforms: np.ndarray  # [max_tokens] float64 in [0, 1): one number a position, in whatever company
     ids: list[int] = field(default_factory=list)
     is_action: list[bool] = field(default_factory=list)
     sample_logp: list[float] = field(default_factory=list)  # nats; 0 for forced tokens
@@ -44,7 +43,7 @@ class Player(Protocol):
         ...
 
     def act(self, action: Sequence[int]) -> bool:
-        """Take a finished action (without its end token), force the observation; False when the episode is over."""
+        """Take a finished action (without its end token), force the observation; False when it is over."""
         ...
 
 
@@ -53,7 +52,7 @@ class DecodeStats:
     """What the decoding cost."""
 
     num_positions: int = 0  # positions that went through the model
-    num_without_cache: int = 0  # positions that re-reading every prefix for every sampled token would have taken
+    num_without_cache: int = 0  # positions that re-reading the prefix for each sampled token would take
     num_calls: int = 0  # forward passes
 
 
@@ -87,11 +86,16 @@ def decode(
 ) -> DecodeStats:
     """Play every player to its end; the streams then hold the tokens.
 
-    A tick appends each running stream's forced tokens to the cache and samples one token for it, from the full
-    softmax at `temperature`. An action ends with `end_id`, which is an action token like the others. A stream
-    that reaches max_tokens stops there. The slot of a finished player goes to the next one, so long episodes do
-    not hold up the others. Equal prompts that start in one tick are computed once.
+    A tick appends each running stream's forced tokens to the cache and samples one token for it, from the
+    full softmax at `temperature`. An action ends with `end_id`, which is an action token like the others. A
+    stream that reaches max_tokens stops there. The slot of a finished player goes to the next one, so long
+    episodes do not hold up the others. Equal prompts that start in one tick are computed once. Raises
+    ValueError for a temperature or a number of slots that is not positive.
     """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if num_slots < 1:
+        raise ValueError(f"num_slots must be at least 1, got {num_slots}")
     stats = DecodeStats()
     if not players:
         return stats
@@ -146,9 +150,9 @@ class _Slot:
 
 
 def _append(
-    model: Policy, cache: object, running: Sequence[_Slot], stats: DecodeStats, device: torch.device
+    model: Policy, cache: KVCache, running: Sequence[_Slot], stats: DecodeStats, device: torch.device
 ) -> Tensor:
-    """Bring the cache up to date with every stream; returns the hidden state [B, D] of each one's last token."""
+    """Bring the cache up to date with every stream; returns the hidden states [B, D] of their last tokens."""
     leaders: dict[tuple[int, ...], _Slot] = {}
     followers: list[tuple[int, _Slot]] = []  # (place in `running`, the slot whose prompt it shares)
     computed: list[int] = []
@@ -182,7 +186,7 @@ def _append(
         row_of[place] = row_of[place_of[leader.index]]
         by_leader.setdefault(leader.index, []).append(running[place].index)
     for source, targets in by_leader.items():
-        cache.copy(source, torch.tensor(targets, device=device))  # type: ignore[attr-defined]
+        cache.copy(source, torch.tensor(targets, device=device))
     for slot in running:
         slot.player.stream.num_cached = len(slot.player.stream.ids)
     return torch.cat(parts)[[row_of[place] for place in range(len(running))]]
@@ -191,7 +195,7 @@ def _append(
 def _sample(
     model: Policy, hidden: Tensor, draws: Sequence[float], temperature: float
 ) -> tuple[list[int], list[float]]:
-    """A token for each hidden state [B, D] by inverting the cumulative distribution, and its log-prob (nats)."""
+    """A token for each hidden state [B, D], by inverting the cumulative sum, and its log-prob (nats)."""
     logp = torch.log_softmax(head_logits(model.head(), hidden).float() / temperature, dim=-1)
     cumulative = logp.double().exp().cumsum(-1)
     threshold = torch.tensor(draws, dtype=torch.float64, device=hidden.device)[:, None] * cumulative[:, -1:]

@@ -71,12 +71,13 @@ class EpisodePlayer:
         if not 0 < len(prompt) < self._max_tokens:
             raise ValueError(
                 f"the prompt of task {self._task.name!r} has {len(prompt)} tokens but an episode holds "
-                f"{self._max_tokens}; it must have at least one and leave room for an action: raise max_tokens"
+                f"{self._max_tokens}; it must have at least one and leave room for an action: raise "
+                "max_tokens"
             )
         self.stream.force(prompt)
 
     def act(self, action: Sequence[int]) -> bool:
-        """Carry out an action; False when the episode is over, or when the observation does not fit any more."""
+        """Carry out an action; False when the episode is over or the observation does not fit any more."""
         self.num_turns += 1
         observation, reward, done = self._env.step(self._tok.decode(action))
         if done:
@@ -112,12 +113,17 @@ def play(
     temperature: float,
     generator: torch.Generator,
     num_slots: int = 64,
+    share: range | None = None,
 ) -> tuple[list[Trajectory], DecodeStats]:
-    """One episode of each of `tasks` (repeat a task for more), in order, and what the decoding cost."""
+    """One episode of each of `tasks` (repeat a task for more), in order, and what the decoding cost.
+
+    With `share` only the episodes of tasks[share]; each is the same whichever others are played.
+    """
     seed = int(torch.randint(2**62, (1,), generator=generator))
+    played = range(len(tasks)) if share is None else share
     players = [
-        EpisodePlayer(make_env(), task, tok, max_tokens, Stream(uniforms(seed, i, max_tokens)))
-        for i, task in enumerate(tasks)
+        EpisodePlayer(make_env(), tasks[i], tok, max_tokens, Stream(uniforms(seed, i, max_tokens)))
+        for i in played
     ]
     with threads_for(model):
         stats = decode(
@@ -128,7 +134,7 @@ def play(
             temperature=temperature,
             num_slots=num_slots,
         )
-    return [player.trajectory(f"{seed:x}/{i}") for i, player in enumerate(players)], stats
+    return [player.trajectory(f"{seed:x}/{i}") for i, player in zip(played, players, strict=True)], stats
 
 
 def sample_groups(
@@ -138,8 +144,14 @@ def sample_groups(
     tok: TextTokenizer,
     cfg: SamplingConfig,
     generator: torch.Generator,
+    *,
+    share: range | None = None,
 ) -> list[Trajectory]:
-    """cfg.group_size trajectories of every task, groups contiguous, in the order of the tasks."""
+    """cfg.group_size trajectories of every task, groups contiguous, in the order of the tasks.
+
+    With `share` only those of tasks[share]; each is the same whichever others are sampled.
+    """
+    size = cfg.group_size
     repeated = [task for task in tasks for _ in range(cfg.group_size)]
     trajs, _ = play(
         model,
@@ -149,6 +161,7 @@ def sample_groups(
         max_tokens=cfg.max_tokens,
         temperature=cfg.temperature,
         generator=generator,
+        share=None if share is None else range(share.start * size, share.stop * size),
     )
     return trajs
 
@@ -160,16 +173,21 @@ def sample_step(
     tok: TextTokenizer,
     cfg: SamplingConfig,
     generator: torch.Generator,
+    *,
+    share: Callable[[int], range] | None = None,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """(kept, sampled): groups of cfg.prompts_per_step tasks drawn from the pool without replacement.
 
-    A smaller pool is taken whole. `kept` leaves out groups without signal: those whose rewards are all equal.
+    With `share`, only the groups that it picks of the count it is given, as one of several ranks does: those
+    of all ranks together are what one rank alone samples. A smaller pool is taken whole. `kept` leaves out
+    groups without signal: those whose rewards are all equal.
     Raises ValueError where the pool is empty.
     """
     if not pool:
         raise ValueError("the pool of tasks is empty; give at least one task")
     chosen = torch.randperm(len(pool), generator=generator)[: cfg.prompts_per_step].tolist()
-    sampled = sample_groups(model, make_env, [pool[i] for i in chosen], tok, cfg, generator)
+    mine = None if share is None else share(len(chosen))
+    sampled = sample_groups(model, make_env, [pool[i] for i in chosen], tok, cfg, generator, share=mine)
     kept = [traj for group in groups_of(sampled, cfg.group_size) if has_signal(group) for traj in group]
     return kept, sampled
 
@@ -182,5 +200,3 @@ def groups_of(trajs: Sequence[Trajectory], group_size: int) -> list[Sequence[Tra
 def has_signal(group: Sequence[Trajectory]) -> bool:
     """Whether a group's rewards differ, so that its advantages are not all zero."""
     return any(traj.reward != group[0].reward for traj in group)
-
-

@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentrl.gym.demonstrations import DemoConfig, Demonstration, demonstrations
+from agentrl.gym.demonstrations import DemoConfig, Demonstration, demonstrations, drills
 from agentrl.gym.programs import NAMES, task_shapes
 from agentrl.gym.tasks import make_tasks
 from agentrl.gym.tokenizer import Tokenizer
-from agentrl.models.scoring import head_logits
+from agentrl.models.policy import head_logits
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.ops.log_probs import selected_log_probs
 from agentrl.rollout.decode import threads_for
@@ -39,10 +39,12 @@ class BaseConfig:
     """How the supervised start is trained."""
 
     seed: int = 0
-    num_demonstrations: int = 24_000
-    num_steps: int = 2600
-    tokens_per_step: int = 768
-    lr: float = 4e-3
+    num_demonstrations: int = 16_000
+    num_drills: int = 4000
+    num_steps: int = 4400
+    num_drill_steps: int = 1200  # the first of num_steps
+    tokens_per_step: int = 384
+    lr: float = 3e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
     observation_weight: float = 0.3  # of a token that the environment says, beside 1 for an action token
@@ -68,11 +70,11 @@ def encoded(demo: Demonstration, tok: Tokenizer, max_tokens: int) -> tuple[Tenso
     return torch.tensor(ids[:max_tokens]), torch.tensor(is_action[:max_tokens])
 
 
-def _batches(lengths: Sequence[int], cfg: BaseConfig) -> list[list[int]]:
+def _batches(lengths: Sequence[int], num_steps: int, cfg: BaseConfig) -> list[list[int]]:
     """num_steps batches of demonstrations of similar length, each of about tokens_per_step padded tokens."""
     rng = random.Random(cfg.seed)
     batches: list[list[int]] = []
-    while len(batches) < cfg.num_steps:
+    while len(batches) < num_steps:
         order = sorted(range(len(lengths)), key=lambda i: (lengths[i] + rng.random() * 8, i))
         epoch: list[list[int]] = [[]]
         for i in order:
@@ -81,7 +83,7 @@ def _batches(lengths: Sequence[int], cfg: BaseConfig) -> list[list[int]]:
             epoch[-1].append(i)
         rng.shuffle(epoch)
         batches += epoch
-    return batches[: cfg.num_steps]
+    return batches[:num_steps]
 
 
 def _learning_rate(step: int, cfg: BaseConfig) -> float:
@@ -99,9 +101,9 @@ def make_rl_base(
     """The supervised TinyAgent to start RL from: trained at the first call, then read from the cache.
 
     It can play BugFix but is far from perfect. The cache stands in `cache_dir` (default: `agentrl` in the
-    user's cache folder) under a key of everything that decides the result: the configuration, the vocabulary,
-    the sources, torch's version and the processor. A damaged cache file is replaced. `on_step(step, num_steps)`
-    hears of progress while training.
+    user's cache folder) under a key of everything that decides the result: the configuration, the
+    vocabulary, the sources, torch's version and the processor. A damaged cache file is replaced.
+    `on_step(step, num_steps)` hears of progress while training.
     """
     cfg = cfg or BaseConfig()
     path = (cache_dir or default_cache_dir()) / f"base-{cache_key(tok, cfg)}.safetensors"
@@ -133,7 +135,8 @@ def cache_key(tok: Tokenizer, cfg: BaseConfig) -> str:
     digest.update(json.dumps([asdict(cfg), tok.vocabulary, machine]).encode())
     for name in _SOURCES:
         spec = importlib.util.find_spec(name)
-        assert spec and spec.origin
+        assert spec is not None
+        assert spec.origin is not None
         digest.update(Path(spec.origin).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -156,23 +159,56 @@ def train_base(
     """Train the supervised start from scratch: the same result for the same arguments on the same machine."""
     names = {task.name for task in make_tasks()}
     assert names.isdisjoint(NAMES), "generated programs must not bear a task's name"
-    demos = demonstrations(cfg.seed, cfg.num_demonstrations, task_shapes(), cfg.demos)
-    data = [encoded(demo, tok, cfg.max_tokens) for demo in demos]
+    forbidden = task_shapes()
+    lessons = (
+        (drills(cfg.seed + 1, cfg.num_drills, forbidden), cfg.num_drill_steps),
+        (
+            demonstrations(cfg.seed, cfg.num_demonstrations, forbidden, cfg.demos),
+            cfg.num_steps - cfg.num_drill_steps,
+        ),
+    )
+    plan: list[list[tuple[Tensor, Tensor]]] = []
+    for demos, num_steps in lessons:
+        data = [encoded(demo, tok, cfg.max_tokens) for demo in demos]
+        plan += [
+            [data[i] for i in batch] for batch in _batches([len(ids) for ids, _ in data], num_steps, cfg)
+        ]
+    seen = torch.zeros(len(tok), dtype=torch.bool)
+    for batch in plan:
+        seen[torch.cat([ids for ids, _ in batch])] = True
     model = _new_model(tok, cfg)
+    embedding = model.token_embedding.weight
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=True
     )
     with threads_for(model):
-        for step, members in enumerate(_batches([len(ids) for ids, _ in data], cfg)):
+        for step, batch in enumerate(plan):
             optimizer.param_groups[0]["lr"] = _learning_rate(step, cfg)
-            loss = _loss(model, [data[i] for i in members], cfg, tok.pad_id)
+            loss = _loss(model, batch, cfg, tok.pad_id)
             optimizer.zero_grad()
             loss.backward()
+            assert embedding.grad is not None
+            embedding.grad[~seen] = 0.0
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if on_step:
                 on_step(step + 1, cfg.num_steps)
+    _introduce_names(model, tok, cfg.seed)
     return model
+
+
+@torch.no_grad()
+def _introduce_names(model: TinyAgent, tok: Tokenizer, seed: int) -> None:
+    """Let the tasks' names start as the average name of a generated function, a little apart.
+
+    No demonstration holds them. Trained along, as words that are never right, they would all have moved far
+    out in one direction (five times the length of a word in use), and as input they would confuse the model.
+    """
+    embedding = model.token_embedding.weight
+    names = [i for i, word in enumerate(tok.vocabulary) if word in {task.name for task in make_tasks()}]
+    average = embedding[[tok.vocabulary.index(name) for name in NAMES]].mean(dim=0)
+    noise = torch.randn(len(names), embedding.shape[1], generator=torch.Generator().manual_seed(seed))
+    embedding[names] = average + 0.02 * noise
 
 
 def _loss(model: TinyAgent, members: Sequence[tuple[Tensor, Tensor]], cfg: BaseConfig, pad_id: int) -> Tensor:

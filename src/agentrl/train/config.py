@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import tomli_w
@@ -16,6 +16,10 @@ import tyro
 
 from agentrl.data.advantages import ADVANTAGES
 from agentrl.data.weights import check_mode
+
+# How the trajectories of a microbatch become rows; see train/rows.
+Packing = Literal["packed", "tree", "padded"]
+ComputeDtype = Literal["float32", "bfloat16"]
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
@@ -65,6 +69,10 @@ class RLConfig:
     """Passes over a step's trajectories."""
     num_minibatches: int = 2
     """Optimizer steps a pass."""
+    packing: Packing = "packed"
+    """Rows without padding, or with shared prefixes computed once, or padded: the slow reference."""
+    microbatch_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """Positions computed at once, at most; no value changes the gradient. Default: 4096, or max_tokens."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; inf turns it off."""
 
@@ -85,6 +93,11 @@ class RLConfig:
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "at least 0 and finite")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
+        packings = get_args(Packing)
+        _require(self.packing in packings, "packing", self.packing, f"one of {', '.join(packings)}")
+        budget = self.microbatch_tokens
+        wanted = f"at least max_tokens ({self.max_tokens}), the longest trajectory"
+        _require(budget is None or budget >= self.max_tokens, "microbatch_tokens", budget, wanted)
         _require(self.max_tokens >= 2, "max_tokens", self.max_tokens, "at least 2, a prompt and an action")
         _require(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "between 0 and 1")
         _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "positive")
@@ -96,6 +109,11 @@ class RLConfig:
         )
         _require(self.advantage in ADVANTAGES, "advantage", self.advantage, f"one of {', '.join(ADVANTAGES)}")
         check_mode(self.loss_mode, self.norm_const)
+
+    @property
+    def token_budget(self) -> int:
+        """Positions that a microbatch computes, at most."""
+        return self.microbatch_tokens or max(4096, self.max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +134,17 @@ class RunConfig:
     """CPU threads of one operation; small models are fastest with one."""
     device: str = "cpu"
     """Where the model computes: cpu, cuda, cuda:1, ..."""
+    compute_dtype: ComputeDtype = "float32"
+    """What layers compute in; weights, gradients and moments are float32."""
+    checkpoint_activations: bool = False
+    """Keep only each layer's input and recompute the rest in backward: less memory, a third more work."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "steps", self.steps, "at least 0")
+        dtypes = get_args(ComputeDtype)
+        _require(
+            self.compute_dtype in dtypes, "compute_dtype", self.compute_dtype, f"one of {', '.join(dtypes)}"
+        )
         for name in ("eval_samples", "checkpoint_every", "keep_checkpoints", "threads"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 

@@ -14,14 +14,15 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.gym.env import make_env
 from agentrl.models.policy import Policy
 from agentrl.rollout.episode import NamedTask, TextTokenizer, sample_step
-from agentrl.train.checkpoint import Checkpoint
+from agentrl.train.checkpoint import Checkpoint, placed_like, read_shards
 from agentrl.train.config import RLConfig, config_hash
-from agentrl.train.step import rl_update
+from agentrl.train.distributed import ONE_RANK, Ranks, gathered
+from agentrl.train.step import update_policy
 
 # What an update reports; a step without one has None instead of each.
-_UPDATE_KEYS = ("loss", "entropy", "ratio_mean", "ratio_max", "clip_frac", "grad_norm")
+_UPDATE_KEYS = ("loss", "entropy", "ratio_mean", "ratio_max", "clip_frac", "grad_norm", "distortion")
 
-# (kept, sampled): trajectories of the groups with signal, and all of them
+# (kept, sampled): trajectories of the groups with signal, and all of them; of a rank's share of the groups
 Sample = Callable[[Policy, Sequence[Any], torch.Generator], tuple[list[Trajectory], list[Trajectory]]]
 
 
@@ -81,6 +82,10 @@ class Trainer:
 
     The model is trained in place. All randomness comes from `generator`, seeded with cfg.seed, which `sample`
     and the update share in turn. `clock` gives seconds.
+
+    With several `ranks`, each makes its own trainer from the same arguments, and `sample` plays the rank's
+    share; the ranks then tell each other what they played, so that all see the same step. A model that is
+    sharded cannot be copied: give its `reference`, if there is a KL term.
     """
 
     def __init__(
@@ -92,12 +97,15 @@ class Trainer:
         *,
         pad_id: int,
         clock: Callable[[], float] = time.perf_counter,
+        ranks: Ranks = ONE_RANK,
+        reference: Policy | None = None,
     ) -> None:
         self.model, self.cfg, self.curriculum = model, cfg, curriculum
         self.num_steps = 0  # done so far
         self.generator = torch.Generator().manual_seed(cfg.seed)
         self.optimizer = torch.optim.Adam(model.module.parameters(), lr=cfg.lr, betas=cfg.betas)
-        self._reference = copy.deepcopy(model) if cfg.kl_coef > 0 else None
+        self.ranks = ranks
+        self._reference = copy.deepcopy(model) if cfg.kl_coef > 0 and reference is None else reference
         self._sample, self._pad_id, self._clock = sample, pad_id, clock
 
     def step(self) -> dict[str, Any]:
@@ -105,13 +113,13 @@ class Trainer:
 
         `step` (from 1), `pass_rate` (mean reward), `episodes`, `tokens` (of all sampled trajectories),
         `zero_adv_frac` (share of trajectories in groups without signal), `updated`, the statistics of
-        `rl_update` with its tokens as `action_tokens`, `seconds_sampling`, `seconds_training`, and the
+        `update_policy` with its tokens as `action_tokens`, `seconds_sampling`, `seconds_training`, and the
         curriculum's figures. Without a group that has signal there is no update: `updated` is False, its
         statistics are None.
         """
         step = self.num_steps + 1
         start = self._clock()
-        kept, sampled = self._sample(self.model, self.curriculum.pool(step), self.generator)
+        kept, sampled = self._sample_on_all_ranks(self.curriculum.pool(step))
         self.curriculum.observe(sampled, step)
         sampled_at = self._clock()
         update = self._learn(kept) if kept else {**dict.fromkeys(_UPDATE_KEYS), "action_tokens": 0}
@@ -130,11 +138,24 @@ class Trainer:
             "seconds_training": self._clock() - sampled_at,
         }
 
+    def _sample_on_all_ranks(self, pool: Sequence[Any]) -> tuple[list[Trajectory], list[Trajectory]]:
+        with gathered(self.model):
+            mine = self._sample(self.model, pool, self.generator)
+        shares = self.ranks.gather(mine)
+        return [t for kept, _ in shares for t in kept], [t for _, sampled in shares for t in sampled]
+
     def _learn(self, kept: Sequence[Trajectory]) -> dict[str, float | None]:
         batch = collate(kept, self._pad_id)
         advantages = compute_advantages(batch, self.cfg)
-        stats = rl_update(
-            self.model, self.optimizer, batch, advantages, self.cfg, self._reference, self.generator
+        stats = update_policy(
+            self.model,
+            self.optimizer,
+            kept,
+            advantages,
+            self.cfg,
+            self._reference,
+            self.generator,
+            self.ranks,
         )
         return {("action_tokens" if name == "tokens" else name): value for name, value in stats.items()}
 
@@ -162,15 +183,24 @@ class Trainer:
                 f"the checkpoint of step {checkpoint.step} was made with other settings of learning than "
                 "those given; they cannot change within a run, so start a new one"
             )
-        own = {name: (t.shape, t.dtype) for name, t in self.model.module.state_dict().items()}
-        other = {name: (t.shape, t.dtype) for name, t in checkpoint.model.items()}
+        like = self.model.module.state_dict()
+        model, optimizer = checkpoint.model, checkpoint.optimizer
+        if checkpoint.shards is not None:
+            model, optimizer = read_shards(checkpoint.shards, like, list(self.model.module.parameters()))
+        own = {name: (t.shape, t.dtype) for name, t in like.items()}
+        other = {name: (t.shape, t.dtype) for name, t in model.items()}
         if own != other:
             names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
             raise ValueError(f"the checkpoint holds another model: {', '.join(names[:5])} differ")
         self.curriculum.load_state_dict(checkpoint.curriculum)
-        self.model.module.load_state_dict(checkpoint.model)
+        self.model.module.load_state_dict({name: placed_like(t, like[name]) for name, t in model.items()})
+        parameters = list(self.model.module.parameters())
+        moments = {
+            index: {name: placed_like(t, parameters[index]) for name, t in each.items()}
+            for index, each in optimizer.items()
+        }
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": checkpoint.optimizer, "param_groups": groups})
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self.generator.set_state(checkpoint.random["generator"])
         torch.set_rng_state(checkpoint.random["torch"])
         self.num_steps = checkpoint.step
@@ -182,15 +212,25 @@ def bugfix_trainer(
     tok: TextTokenizer,
     cfg: RLConfig,
     curriculum: Curriculum | None = None,
+    ranks: Ranks = ONE_RANK,
+    reference: Policy | None = None,
 ) -> Trainer:
     """A trainer in the BugFix environment; without a curriculum, every step draws from all `tasks`."""
 
     def sample(
         policy: Policy, pool: Sequence[Any], generator: torch.Generator
     ) -> tuple[list[Trajectory], list[Trajectory]]:
-        return sample_step(policy, lambda: make_env(cfg), pool, tok, cfg, generator)
+        return sample_step(policy, lambda: make_env(cfg), pool, tok, cfg, generator, share=ranks.share)
 
-    return Trainer(model, cfg, curriculum or AllTasks(tasks), sample, pad_id=tok.pad_id)
+    return Trainer(
+        model,
+        cfg,
+        curriculum or AllTasks(tasks),
+        sample,
+        pad_id=tok.pad_id,
+        ranks=ranks,
+        reference=reference,
+    )
 
 
 def train_rl(

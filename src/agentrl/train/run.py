@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from agentrl.models.policy import Policy
 from agentrl.models.tiny import TinyAgent, TinyConfig
@@ -16,11 +17,13 @@ from agentrl.train.checkpoint import (
     checkpoints_by_step,
     deserialize,
     load_checkpoint,
+    read_shards,
     save_checkpoint,
     serialize,
     write_atomically,
 )
 from agentrl.train.config import RunConfig, config_hash, config_to_toml, load_config
+from agentrl.train.distributed import gathered
 from agentrl.train.loop import Trainer
 from agentrl.train.metrics import MetricsLog
 
@@ -134,43 +137,57 @@ def train_run(
     The directory must exist (`RunDirectory.create`), the trainer be new, with the model that the run starts
     from. Stopped at any moment, in any way, and called again, it ends with the same weights and records as
     one that was never stopped: what a step depends on is in the checkpoint, records after it are dropped.
+    With several ranks, all call it; the first one evaluates and writes the files, any can ask to stop.
     Raises ValueError, before anything changes, for a directory that is damaged or does not fit `config`.
     """
+    ranks = trainer.ranks
     checkpoint, summary = run.load_latest(config), run.load_summary()
+    ranks.gather(None)  # all have read before the first one writes
     if checkpoint is not None:
         trainer.restore(checkpoint)
         if "after" in summary and checkpoint.step >= config.steps:
             return summary
-        run.metrics.truncate(checkpoint.step)
-    run.write_config(config)
+    if ranks.is_first:
+        run.metrics.truncate(trainer.num_steps)
+        run.write_config(config)
 
     def evaluate() -> tuple[dict[str, Any], float]:
         hooks.on_phase("evaluating")
         start = hooks.clock()
-        return evaluation(trainer.model), hooks.clock() - start
+        with gathered(trainer.model):
+            result = ranks.first(lambda: evaluation(trainer.model))
+        return result, hooks.clock() - start
 
     def save() -> None:
-        save_checkpoint(run.checkpoints, trainer.checkpoint(), config.keep_checkpoints)
+        save_checkpoint(run.checkpoints, trainer.checkpoint(), config.keep_checkpoints, ranks)
 
     if checkpoint is None:
         before, seconds = evaluate()
-        run.write_summary({"before": before, "seconds_before": seconds})
+        if ranks.is_first:
+            run.write_summary({"before": before, "seconds_before": seconds})
         save()
     hooks.on_phase("training")
     while trainer.num_steps < config.steps:
-        if hooks.should_stop():
+        if any(ranks.gather(hooks.should_stop())):
             save()
             return None
         record = trainer.step()
-        run.metrics.append(record)
+        if ranks.is_first:
+            run.metrics.append(record)
         hooks.on_step(record)
         if trainer.num_steps % config.checkpoint_every == 0 or trainer.num_steps == config.steps:
             save()
-    write_atomically(run.model_path, model_bytes(trainer.model, trainer.checkpoint().model_config))
+    content = model_bytes(trainer.model, trainer.checkpoint().model_config)
+    if ranks.is_first:
+        write_atomically(run.model_path, content)
     after, seconds = evaluate()
-    summary = summarize(run, {**run.load_summary(), "after": after, "seconds_after": seconds})
-    run.write_summary(summary)
-    return summary
+
+    def finish() -> dict[str, Any]:
+        summary = summarize(run, {**run.load_summary(), "after": after, "seconds_after": seconds})
+        run.write_summary(summary)
+        return summary
+
+    return ranks.first(finish)
 
 
 def summarize(run: RunDirectory, evaluations: dict[str, Any]) -> dict[str, Any]:
@@ -196,8 +213,12 @@ def summarize(run: RunDirectory, evaluations: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_bytes(model: Policy, model_config: dict[str, Any]) -> bytes:
-    """A model's weights and what builds it anew, as a safetensors file."""
-    return serialize(model.module.state_dict(), {"model_config": model_config})
+    """A model's weights and what builds it anew, as a safetensors file; all ranks must call it."""
+    tensors = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.module.state_dict().items()
+    }
+    return serialize(tensors, {"model_config": model_config})
 
 
 def load_policy(run: RunDirectory, step: int | None = None) -> tuple[TinyAgent, int | None]:
@@ -220,7 +241,11 @@ def load_policy(run: RunDirectory, step: int | None = None) -> tuple[TinyAgent, 
     if step not in by_step:
         raise ValueError(f"{run.path} holds no checkpoint of step {step}; it has {sorted(by_step)}")
     checkpoint = load_checkpoint(by_step[step])
-    return _build(checkpoint.model, checkpoint.model_config, by_step[step]), step
+    tensors = checkpoint.model
+    if checkpoint.shards is not None:
+        empty = TinyAgent(TinyConfig(**checkpoint.model_config))
+        tensors, _ = read_shards(checkpoint.shards, empty.state_dict(), list(empty.parameters()))
+    return _build(tensors, checkpoint.model_config, by_step[step]), step
 
 
 def _build(tensors: dict[str, torch.Tensor], model_config: dict[str, Any], path: Path) -> TinyAgent:

@@ -1,32 +1,27 @@
-"""One update of the policy from a batch of trajectories: clipped, in one or many optimizer steps.
+"""One update of the policy from trajectories: clipped, in one or many optimizer steps, split at will.
 
-A layout (padded here) turns trajectories into two things about the same N action tokens: TokenScores, what
-the policy says of them, and TokenTargets, what the objective needs besides. Everything after is shared.
+The weight of every action token is fixed for the optimizer step before it is split into microbatches or over
+ranks; from there on a loss is a sum, so no split can change it.
 """
 
-# B trajectories, T padded width, N action tokens
+# B trajectories, T padded width, N action tokens of a microbatch
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from agentrl.data.weights import padded_weights
+from agentrl.data.trajectory import Trajectory
+from agentrl.data.weights import microbatch_weight_distortion, step_in_parts, token_weights
 from agentrl.models.policy import Policy
-from agentrl.models.scoring import sequence_log_probs, sequence_scores
 from agentrl.ops.losses import kl_to_reference, policy_loss
 from agentrl.train.config import RLConfig
+from agentrl.train.distributed import ONE_RANK, Ranks
 from agentrl.train.metrics import Max, Mean
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """What the policy says of N action tokens."""
-
-    logp: Tensor  # [N] nats, with gradient
-    entropy: Tensor  # [N] nats of the distribution that the token was drawn from, without gradient
+from agentrl.train.rows import Plan, TokenScores, at_actions, plan_rows, score_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +31,7 @@ class TokenTargets:
     old_logp: Tensor  # [N] nats, under the policy that sampled them
     advantages: Tensor  # [N]
     weights: Tensor  # [N], fixed for the optimizer step; the loss is a sum
+    kl_weights: Tensor | None = None  # [N], those of the KL term; None: the same
     ref_logp: Tensor | None = None  # [N] nats, under the reference; None without a KL term
 
 
@@ -43,13 +39,14 @@ class TokenTargets:
 class UpdateMetrics:
     """Statistics of an update; adding those of its parts gives exactly those of the whole."""
 
-    loss: Mean = field(default_factory=Mean)  # over optimizer steps
+    loss: Mean = field(default_factory=Mean)  # sum over an optimizer step, mean over optimizer steps
     grad_norm: Mean = field(default_factory=Mean)  # over optimizer steps, before clipping
     entropy: Mean = field(default_factory=Mean)  # nats, over action tokens
     ratio_mean: Mean = field(default_factory=Mean)  # over action tokens
     ratio_max: Max = field(default_factory=Max)
     clip_frac: Mean = field(default_factory=Mean)  # share of action tokens whose gradient the clip removed
     kl: Mean = field(default_factory=Mean)  # nats to the reference, over action tokens
+    distortion: Max = field(default_factory=Max)  # what local means would have done to a token's weight
 
     def __add__(self, other: "UpdateMetrics") -> "UpdateMetrics":
         return UpdateMetrics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -60,12 +57,32 @@ class UpdateMetrics:
         return {name: value for name, value in named if value is not None}
 
 
-def surrogate_loss(scores: TokenScores, targets: TokenTargets, cfg: RLConfig) -> tuple[Tensor, UpdateMetrics]:
-    """The scalar (weights * (clipped policy loss + kl_coef * k3)).sum() and its token statistics.
+# The loss of every token [N], not reduced.
+TokenLoss = Callable[[TokenScores, TokenTargets], Tensor]
 
-    A sum: parts of an optimizer step are added, whatever the split.
+
+def surrogate_loss(
+    scores: TokenScores, targets: TokenTargets, cfg: RLConfig, token_loss: TokenLoss | None = None
+) -> tuple[Tensor, UpdateMetrics]:
+    """The scalar sum of weights * token_loss and kl_weights * kl_coef * k3, and its token statistics.
+
+    token_loss defaults to the clipped policy loss. A sum: parts of an optimizer step are added, whatever the
+    split. Raises ValueError where token_loss does not give one number a token.
     """
-    per_token = policy_loss(scores.logp, targets.old_logp, targets.advantages, cfg.clip_low, cfg.clip_high)
+    if token_loss is None:
+        per_token = policy_loss(
+            scores.logp, targets.old_logp, targets.advantages, cfg.clip_low, cfg.clip_high
+        )
+    else:
+        with step_in_parts():
+            per_token = token_loss(scores, targets)
+        if per_token.shape != scores.logp.shape:
+            raise ValueError(
+                f"the loss must be one number a token, of shape {tuple(scores.logp.shape)}, got "
+                f"{tuple(per_token.shape)}: this is a part of an optimizer step, and a mean over it is not "
+                "a part of the step's mean; return the tokens' losses, their weights are fixed already"
+            )
+    loss = (targets.weights * per_token).sum()
     with torch.no_grad():
         ratio = (scores.logp - targets.old_logp).exp()
         too_high = (targets.advantages > 0) & (ratio > 1 + cfg.clip_high)
@@ -73,7 +90,8 @@ def surrogate_loss(scores: TokenScores, targets: TokenTargets, cfg: RLConfig) ->
     kl = Mean()
     if targets.ref_logp is not None:
         per_token_kl = kl_to_reference(scores.logp, targets.ref_logp)
-        per_token = per_token + cfg.kl_coef * per_token_kl
+        kl_weights = targets.weights if targets.kl_weights is None else targets.kl_weights
+        loss = loss + cfg.kl_coef * (kl_weights * per_token_kl).sum()
         kl = Mean.of(per_token_kl.detach())
     metrics = UpdateMetrics(
         entropy=Mean.of(scores.entropy),
@@ -82,7 +100,120 @@ def surrogate_loss(scores: TokenScores, targets: TokenTargets, cfg: RLConfig) ->
         clip_frac=Mean.of((too_high | too_low).double()),
         kl=kl,
     )
-    return (targets.weights * per_token).sum(), metrics
+    return loss, metrics
+
+
+def accumulate(
+    policy: Policy,
+    trajs: Sequence[Trajectory],
+    advantages: Tensor,
+    cfg: RLConfig,
+    plan: Plan,
+    *,
+    rank: int = 0,
+    num_ranks: int | None = None,
+    weights: Sequence[Tensor] | None = None,
+    kl_weights: Sequence[Tensor] | None = None,
+    reference: Policy | None = None,
+    token_loss: TokenLoss | None = None,
+) -> UpdateMetrics:
+    """Forward and backward over the microbatches of one rank; gradients are added to `.grad`.
+
+    trajs [B] and advantages [B] are all those of the optimizer step, and plan.ranks[rank] says which of them
+    this rank computes together, in the layout cfg.packing. The loss is the sum of weight times per-token
+    loss; weights default to `token_weights` of cfg.loss_mode over all of trajs. Where `trajs` are only this
+    rank's, its plan has one rank: pass num_ranks and the weights of the whole step. `kl_weights` (default:
+    the same) are those of the KL term to `reference`, `token_loss` replaces the clipped policy loss.
+
+    Gradients are num_ranks times the rank's part, for wrappers that average them over ranks (FSDP2, DDP). An
+    empty slot, a dummy, is computed with weight zero, since every rank must take part in communication.
+
+    Returns the rank's part of the metrics: adding those of all ranks gives the step's. `distortion` is the
+    largest factor by which means over the plan's microbatches would have changed a token's weight.
+    Raises ValueError for inputs that do not fit, a plan that lacks or repeats a trajectory with action tokens
+    (without `weights`), and a token_loss that is a mean.
+
+    >>> from agentrl.models.tiny import TinyAgent, TinyConfig
+    >>> trajs = [Trajectory(torch.tensor([1, 2, 3]), torch.ones(2), -torch.ones(2), 0.0) for _ in range(3)]
+    >>> plan = plan_rows(trajs, "packed", max_tokens=6)
+    >>> plan.ranks
+    [[[0, 1], [2]]]
+    >>> policy = TinyAgent(TinyConfig(vocab_size=5))
+    >>> accumulate(policy, trajs, torch.ones(3), RLConfig(), plan).distortion.value
+    1.5
+    """
+    _check_step(trajs, advantages)
+    if weights is None:
+        _check_whole(trajs, plan)
+        weights = token_weights(trajs, cfg.loss_mode, norm_const=cfg.norm_const)
+    num_ranks = len(plan.ranks) if num_ranks is None else num_ranks
+    metrics = UpdateMetrics(distortion=Max(_largest_distortion(trajs, plan)))
+    for slot in plan.ranks[rank]:
+        if not slot:
+            score_rows(policy, [_DUMMY], cfg.packing, cfg.temperature).logp.sum().backward()
+            continue
+        chosen = [trajs[i] for i in slot]
+        ref_logp = None
+        if reference is not None and cfg.kl_coef > 0:
+            with torch.no_grad():
+                ref_logp = score_rows(reference, chosen, cfg.packing, cfg.temperature).logp
+        scores = score_rows(policy, chosen, cfg.packing, cfg.temperature)
+
+        def here(
+            values: list[Tensor], like: Tensor = scores.logp, chosen: list[Trajectory] = chosen
+        ) -> Tensor:
+            return at_actions(chosen, values).to(like)
+
+        targets = TokenTargets(
+            old_logp=here([t.sample_logp for t in chosen]),
+            advantages=here([advantages[i].cpu().expand(trajs[i].num_tokens - 1) for i in slot]),
+            weights=here([weights[i] for i in slot]),
+            kl_weights=None if kl_weights is None else here([kl_weights[i] for i in slot]),
+            ref_logp=ref_logp,
+        )
+        loss, part = surrogate_loss(scores, targets, cfg, token_loss)
+        (num_ranks * loss).backward()
+        metrics += part + UpdateMetrics(loss=Mean(loss.item(), 0))
+    return metrics
+
+
+# Tokens that nobody sampled, so that the loss is an empty sum. Two, since attention over a single one has no
+# use for queries and keys: their weights would get no gradient, and the ranks would reduce different tensors.
+_DUMMY = Trajectory(torch.zeros(2, dtype=torch.int64), torch.zeros(1), torch.zeros(1), reward=0.0)
+
+
+def _largest_distortion(trajs: Sequence[Trajectory], plan: Plan) -> float:
+    counts = [sum(trajs[i].num_actions for i in slot) for slots in plan.ranks for slot in slots]
+    return max(microbatch_weight_distortion([count for count in counts if count]), default=1.0)
+
+
+def _check_step(trajs: Sequence[Trajectory], advantages: Tensor) -> None:
+    if advantages.shape != (len(trajs),):
+        raise ValueError(f"advantages must have shape ({len(trajs)},), got {tuple(advantages.shape)}")
+    if not any(t.num_actions for t in trajs):
+        raise ValueError("no trajectory of the batch has an action token: there is nothing to learn from")
+    if not bool(advantages.isfinite().all()):
+        rows = (~advantages.isfinite()).nonzero().flatten().tolist()
+        raise ValueError(f"advantages must be finite; those of trajectories {rows} are not")
+    unknown = [i for i, t in enumerate(trajs) if not bool(t.sample_logp[t.action_mask == 1].isfinite().all())]
+    if unknown:
+        raise ValueError(
+            f"sample_logp of trajectories {unknown} is not finite at action "
+            "tokens (NaN: not recorded); the update needs the sampler's log-probs, so score them first"
+        )
+
+
+def _check_whole(trajs: Sequence[Trajectory], plan: Plan) -> None:
+    """The plan holds what the denominators count, or the step would not be the one they belong to."""
+    planned = sorted(i for slots in plan.ranks for slot in slots for i in slot)
+    if len(set(planned)) != len(planned):
+        raise ValueError("the plan holds a trajectory more than once")
+    missing = {i for i, t in enumerate(trajs) if t.num_actions}.difference(planned)
+    if missing:
+        raise ValueError(
+            f"trajectories {sorted(missing)[:5]} have action tokens but stand in no microbatch of the plan; "
+            "leave them out of trajs before weighing, or pass weights="
+        )
 
 
 def apply_gradients(model: Policy, optimizer: torch.optim.Optimizer, loss: float, cfg: RLConfig) -> float:
@@ -90,7 +221,8 @@ def apply_gradients(model: Policy, optimizer: torch.optim.Optimizer, loss: float
 
     Raises ValueError, with the weights still as they were, where loss or norm is not finite.
     """
-    norm = float(nn.utils.clip_grad_norm_(model.module.parameters(), cfg.max_grad_norm))
+    total = nn.utils.clip_grad_norm_(model.module.parameters(), cfg.max_grad_norm)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     if not (abs(loss) < float("inf") and norm < float("inf")):  # NaN compares false
         optimizer.zero_grad(set_to_none=True)
         raise ValueError(
@@ -102,71 +234,48 @@ def apply_gradients(model: Policy, optimizer: torch.optim.Optimizer, loss: float
     return norm
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedStep:
-    """The trajectories of one optimizer step in the plain padded layout, with full logits."""
-
-    ids: Tensor  # [B, T]
-    is_action: Tensor  # [B, T-1] bool
-    old_logp: Tensor  # [B, T-1]
-    advantages: Tensor  # [B]
-    weights: Tensor  # [B, T-1]
-    ref_logp: Tensor | None  # [B, T-1]
-
-    def scores(self, model: Policy, temperature: float) -> TokenScores:
-        """The policy's log-probs and entropies at the action tokens, row by row."""
-        logp, entropy = sequence_scores(model, self.ids, temperature)
-        return TokenScores(logp[self.is_action], entropy[self.is_action])
-
-    def targets(self, dtype: torch.dtype) -> TokenTargets:
-        """What the objective needs of the same tokens, in the dtype of their log-probs."""
-        advantages = self.advantages[:, None].expand_as(self.old_logp)
-        old_logp, advantages, weights = (
-            values[self.is_action].to(dtype) for values in (self.old_logp, advantages, self.weights)
-        )
-        ref_logp = None if self.ref_logp is None else self.ref_logp[self.is_action].to(dtype)
-        return TokenTargets(old_logp, advantages, weights, ref_logp)
-
-
-def _check_batch(batch: Mapping[str, Tensor], advantages: Tensor) -> None:
-    mask = batch["action_mask"]
-    if advantages.shape != mask.shape[:1]:
-        raise ValueError(f"advantages must have shape {tuple(mask.shape[:1])}, got {tuple(advantages.shape)}")
-    if not bool(mask.any()):
-        raise ValueError("no trajectory of the batch has an action token: there is nothing to learn from")
-    if not bool(advantages.isfinite().all()):
-        rows = (~advantages.isfinite()).nonzero().flatten().tolist()
-        raise ValueError(f"advantages must be finite; those of trajectories {rows} are not")
-    known = (batch["sample_logp"].isfinite() | (mask == 0)).all(-1)
-    if not bool(known.all()):
-        raise ValueError(
-            f"sample_logp of trajectories {(~known).nonzero().flatten().tolist()} is not finite at action "
-            "tokens (NaN: not recorded); the update needs the sampler's log-probs, so score them first"
-        )
-
-
-def _padded_steps(
-    batch: Mapping[str, Tensor],
+def update_policy(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    trajs: Sequence[Trajectory],
     advantages: Tensor,
     cfg: RLConfig,
-    ref_logp: Tensor | None,
-    generator: torch.Generator | None,
-) -> Iterable[PaddedStep]:
-    """num_epochs times num_minibatches optimizer steps over the rows that have action tokens, shuffled."""
-    rows = batch["action_mask"].any(-1).nonzero().flatten()
+    reference: Policy | None = None,
+    generator: torch.Generator | None = None,
+    ranks: Ranks = ONE_RANK,
+) -> dict[str, float]:
+    """Update the policy in place from trajectories with advantages [B], the same on every rank.
+
+    cfg.num_epochs passes of cfg.num_minibatches optimizer steps each, over trajectories shuffled by
+    `generator`; each optimizer step is split into microbatches of at most cfg.token_budget tokens. The loss
+    is the clipped policy-gradient loss against the sampler's log-probs, plus cfg.kl_coef times the k3
+    estimate of the KL divergence to `reference`; its weights are those of cfg.loss_mode over the
+    trajectories of each optimizer step.
+
+    Returns `loss` and `grad_norm` (means over optimizer steps), `entropy`, `ratio_mean`, `ratio_max`,
+    `clip_frac` and, with a KL term, `kl` (over the action tokens of all passes), `distortion` (the largest
+    factor by which means over microbatches would have changed a token's weight), and `tokens` (action tokens
+    of the trajectories). Raises ValueError for trajectories without action tokens, advantages or log-probs
+    that are not finite, a KL term without a reference, and a loss or gradient that is not finite.
+    """
+    _check_step(trajs, advantages)
+    if cfg.kl_coef > 0 and reference is None:
+        raise ValueError(f"kl_coef={cfg.kl_coef} needs a ref_model to measure the divergence from, got None")
+    learning = torch.tensor([i for i, t in enumerate(trajs) if t.num_actions])
+    metrics = UpdateMetrics()
+    optimizer.zero_grad(set_to_none=True)
     for _ in range(cfg.num_epochs):
-        order = rows[torch.randperm(rows.numel(), generator=generator).to(rows.device)]
-        for part in order.tensor_split(min(cfg.num_minibatches, rows.numel())):
-            mask = batch["action_mask"][part]
-            episodes, groups = (batch[name][part] if name in batch else None for name in ("episode", "group"))
-            yield PaddedStep(
-                ids=batch["ids"][part],
-                is_action=mask == 1,
-                old_logp=batch["sample_logp"][part],
-                advantages=advantages[part],
-                weights=padded_weights(mask, cfg.loss_mode, cfg.norm_const, episodes=episodes, groups=groups),
-                ref_logp=None if ref_logp is None else ref_logp[part],
+        order = learning[torch.randperm(learning.numel(), generator=generator)]
+        for part in order.tensor_split(min(cfg.num_minibatches, learning.numel())):
+            chosen = [trajs[i] for i in part.tolist()]
+            plan = plan_rows(chosen, cfg.packing, cfg.token_budget, ranks.num_ranks)
+            own = accumulate(
+                policy, chosen, advantages[part], cfg, plan, rank=ranks.rank, reference=reference
             )
+            step = sum(ranks.gather(own), start=UpdateMetrics())
+            norm = apply_gradients(policy, optimizer, step.loss.total, cfg)
+            metrics += step + UpdateMetrics(loss=Mean(0.0, 1), grad_norm=Mean(norm, 1))
+    return {**metrics.values(), "tokens": float(sum(t.num_actions for t in trajs))}
 
 
 def rl_update(
@@ -178,37 +287,33 @@ def rl_update(
     ref_model: Policy | None,
     generator: torch.Generator | None,
 ) -> dict[str, float]:
-    """Update the model in place from a collated batch of B trajectories with advantages [B].
+    """`update_policy` on a collated batch of B trajectories: updates the model, returns statistics.
 
-    cfg.num_epochs passes of cfg.num_minibatches optimizer steps each, over trajectories shuffled by
-    `generator`. The loss is the clipped policy-gradient loss against the sampler's log-probs, plus
-    cfg.kl_coef times the k3 estimate of the KL divergence to `ref_model`; its weights are those of
-    cfg.loss_mode over the trajectories of each optimizer step. Every position is computed, with full logits:
-    the reference path.
-
-    Returns `loss` and `grad_norm` (means over optimizer steps), `entropy`, `ratio_mean`, `ratio_max`,
-    `clip_frac` and, with a KL term, `kl` (over the action tokens of all passes), and `tokens` (action tokens
-    of the batch). Raises ValueError for a batch without action tokens, advantages or log-probs that are not
-    finite, a KL term without ref_model, and a loss or gradient that is not finite.
+    A row is read up to its last action token: nothing after it takes part in the loss.
     """
-    device = next(model.module.parameters()).device
-    batch = {name: value.to(device) for name, value in batch.items()}
-    advantages = advantages.to(device)
-    _check_batch(batch, advantages)
-    ref_logp = None
-    if cfg.kl_coef > 0:
-        if ref_model is None:
-            raise ValueError(
-                f"kl_coef={cfg.kl_coef} needs a ref_model to measure the divergence from, got None"
+    if not bool(batch["action_mask"].any()):
+        raise ValueError("no trajectory of the batch has an action token: there is nothing to learn from")
+    return update_policy(model, optimizer, _rows_of(batch), advantages.cpu(), cfg, ref_model, generator)
+
+
+def _rows_of(batch: Mapping[str, Tensor]) -> list[Trajectory]:
+    """The rows of a collated batch as trajectories."""
+    batch = {name: value.cpu() for name, value in batch.items()}
+    trajs: list[Trajectory] = []
+    for row, mask in enumerate(batch["action_mask"]):
+        actions = mask.nonzero().flatten()
+        length = int(actions[-1]) + 2 if actions.numel() else 1
+        logp = batch["sample_logp"][row, : length - 1]
+        is_action = mask[: length - 1] == 1
+        known = not bool(logp[is_action].isnan().any())
+        trajs.append(
+            Trajectory(
+                ids=batch["ids"][row, :length],
+                action_mask=mask[: length - 1],
+                sample_logp=logp.where(is_action, 0.0) if known else torch.full_like(logp, torch.nan),
+                reward=float(batch["reward"][row]) if "reward" in batch else 0.0,
+                group=str(int(batch["group"][row])) if "group" in batch else "",
+                episode=str(int(batch["episode"][row])) if "episode" in batch else "",
             )
-        with torch.no_grad():
-            ref_logp = sequence_log_probs(ref_model, batch["ids"], cfg.temperature)
-    metrics = UpdateMetrics()
-    optimizer.zero_grad(set_to_none=True)
-    for step in _padded_steps(batch, advantages, cfg, ref_logp, generator):
-        scores = step.scores(model, cfg.temperature)
-        loss, token_metrics = surrogate_loss(scores, step.targets(scores.logp.dtype), cfg)
-        loss.backward()
-        norm = apply_gradients(model, optimizer, loss.item(), cfg)
-        metrics += token_metrics + UpdateMetrics(loss=Mean(loss.item(), 1), grad_norm=Mean(norm, 1))
-    return {**metrics.values(), "tokens": float(batch["action_mask"].sum())}
+        )
+    return trajs

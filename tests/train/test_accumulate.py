@@ -1,0 +1,377 @@
+"""The gradient of an optimizer step is that of the plain full batch, however the step is split."""
+
+import copy
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from agentrl import RLConfig, Trajectory, accumulate, aggregate_loss, collate, token_weights
+from agentrl.data.weights import MODES, Denominators, step_in_parts
+from agentrl.models.scoring import sequence_log_probs, sequence_scores
+from agentrl.models.tiny import TinyAgent, TinyConfig
+from agentrl.ops.losses import kl_to_reference, policy_loss
+from agentrl.train.config import Packing
+from agentrl.train.distributed import Ranks, shard_policy
+from agentrl.train.metrics import Mean
+from agentrl.train.rows import DealtPlan, TokenScores, plan_rows
+from agentrl.train.step import TokenTargets, UpdateMetrics
+
+TEMPERATURE = 0.8
+VOCAB = 13
+
+
+def tiny(seed: int = 0) -> TinyAgent:
+    config = TinyConfig(vocab_size=VOCAB, width=8, num_layers=1, num_heads=2, max_positions=32)
+    model = TinyAgent(config).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
+    return model
+
+
+MODEL, REFERENCE = tiny(), tiny(1)
+# Eleven trajectories on four ranks, one of which has only dummies.
+DUMMY_RANK = DealtPlan([[[0, 3], [7, 1, 2]], [[], []], [[4, 5, 6], [8]], [[10, 9], []]])
+
+
+def make_step(count: int, seed: int) -> tuple[list[Trajectory], Tensor]:
+    """Trajectories of three groups with shared prompts and a few episodes of two; some without actions."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    trajs: list[Trajectory] = []
+    for i in range(count):
+        group = i % 3
+        ids = torch.cat(
+            [torch.arange(group, group + 3), torch.randint(VOCAB, (draw(1, 12),), generator=generator)]
+        )
+        mask = (torch.rand(len(ids) - 1, generator=generator) < 0.6).float()
+        mask[:2] = 0
+        if i % 7 == 6:
+            mask.zero_()
+        logp = mask * (torch.randn(len(mask), generator=generator) * 0.2 - 2.5)
+        episode = f"{group}/{i // 6}" if i % 2 else ""
+        trajs.append(Trajectory(ids, mask, logp, float(i % 2), group=str(group), episode=episode))
+    return trajs, torch.randn(count, generator=generator, dtype=torch.float64)
+
+
+def full_batch(
+    model: TinyAgent, trajs: list[Trajectory], advantages: Tensor, cfg: RLConfig
+) -> dict[str, Any]:
+    """Loss, gradient and statistics of the step as one padded batch with full logits."""
+    model = copy.deepcopy(model)
+    batch = collate(trajs, pad_id=0)
+    mask, old = batch["action_mask"], batch["sample_logp"].double()
+    logp, entropy = sequence_scores(model, batch["ids"], cfg.temperature)
+    per_token = policy_loss(logp, old, advantages[:, None], cfg.clip_low, cfg.clip_high)
+    with torch.no_grad():
+        reference = sequence_log_probs(REFERENCE, batch["ids"], cfg.temperature)
+    kl = kl_to_reference(logp, reference)
+    loss = aggregate_loss(
+        per_token + cfg.kl_coef * kl,
+        mask,
+        cfg.loss_mode,
+        cfg.norm_const,
+        episodes=batch["episode"],
+        groups=batch["group"],
+    )
+    loss.backward()
+    here = mask == 1
+    ratio = (logp - old).exp().detach()[here]
+    sign = advantages[:, None].expand_as(old)[here]
+    clipped = ((sign > 0) & (ratio > 1 + cfg.clip_high)) | ((sign < 0) & (ratio < 1 - cfg.clip_low))
+    return {
+        "grads": gradients(model),
+        "loss": loss.item(),
+        "entropy": entropy[here].mean().item(),
+        "ratio_mean": ratio.mean().item(),
+        "ratio_max": ratio.max().item(),
+        "clip_frac": clipped.double().mean().item(),
+        "kl": kl.detach()[here].mean().item(),
+    }
+
+
+def gradients(model: TinyAgent) -> Tensor:
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    return torch.cat([grad.flatten() for grad in grads if grad is not None])
+
+
+def config(mode: str, packing: Packing) -> RLConfig:
+    return RLConfig(loss_mode=mode, norm_const=7, packing=packing, kl_coef=0.3, temperature=TEMPERATURE)
+
+
+def split(count: int, num_microbatches: int, num_ranks: int, seed: int) -> DealtPlan:
+    generator = torch.Generator().manual_seed(seed)
+    place = torch.randint(num_microbatches, (count,), generator=generator).tolist()
+    batches = [[i for i in range(count) if place[i] == m] for m in range(num_microbatches)]
+    return DealtPlan.deal([batch for batch in batches if batch], num_ranks)
+
+
+def accumulated(
+    trajs: list[Trajectory], advantages: Tensor, cfg: RLConfig, plan: DealtPlan
+) -> tuple[Tensor, UpdateMetrics]:
+    """What ranks that average their gradients get, each with its own copy of the model."""
+    total, metrics = torch.zeros(()), UpdateMetrics()
+    for rank in range(len(plan.ranks)):
+        model = copy.deepcopy(MODEL)
+        metrics += accumulate(model, trajs, advantages, cfg, plan, rank=rank, reference=REFERENCE)
+        total = total + gradients(model) / len(plan.ranks)
+    return total, metrics
+
+
+def check_exact(got: tuple[Tensor, UpdateMetrics], want: dict[str, Any], rtol: float = 1e-10) -> None:
+    grads, metrics = got
+    assert float((grads - want["grads"]).norm() / want["grads"].norm()) < rtol
+    assert metrics.loss.total == pytest.approx(want["loss"], rel=1e-10, abs=1e-12)
+    values = metrics.values()
+    for name in ("entropy", "ratio_mean", "ratio_max", "clip_frac", "kl"):
+        assert values[name] == pytest.approx(want[name], rel=1e-10), name
+
+
+@pytest.mark.parametrize("packing", ["packed", "tree", "padded"])
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(sorted(MODES)),
+    st.integers(1, 14),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 999),
+)
+def test_any_split_gives_the_full_batch(
+    packing: Packing, mode: str, count: int, num_microbatches: int, num_ranks: int, seed: int
+) -> None:
+    trajs, advantages = make_step(count, seed)
+    if not any(t.num_actions for t in trajs):
+        return
+    cfg = config(mode, packing)
+    plan = split(count, num_microbatches, num_ranks, seed)
+    check_exact(accumulated(trajs, advantages, cfg, plan), full_batch(MODEL, trajs, advantages, cfg))
+
+
+@pytest.mark.parametrize("packing", ["packed", "tree", "padded"])
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_every_mode_and_layout_with_a_rank_of_dummies(packing: Packing, mode: str) -> None:
+    trajs, advantages = make_step(11, seed=5)
+    cfg = config(mode, packing)
+    check_exact(accumulated(trajs, advantages, cfg, DUMMY_RANK), full_batch(MODEL, trajs, advantages, cfg))
+    planned = plan_rows(trajs, packing, max_tokens=32, num_ranks=3)
+    assert len({len(slots) for slots in planned.ranks}) == 1
+    check_exact(
+        accumulated(trajs, advantages, cfg, DealtPlan([list(map(list, slots)) for slots in planned.ranks])),
+        full_batch(MODEL, trajs, advantages, cfg),
+    )
+
+
+def local_mean_gradient(trajs: list[Trajectory], advantages: Tensor, slots: list[list[int]]) -> Tensor:
+    """The planted bug: each microbatch averages over its own tokens, then the means are averaged."""
+    model = copy.deepcopy(MODEL)
+    cfg = config("token_mean", "packed")
+    for slot in slots:
+        chosen = [trajs[i] for i in slot]
+        weights = [w / len(slots) for w in token_weights(chosen)]
+        plan = DealtPlan([[list(range(len(slot)))]])
+        accumulate(model, chosen, advantages[slot], cfg, plan, weights=weights, reference=REFERENCE)
+    return gradients(model)
+
+
+def test_the_planted_local_mean_is_caught() -> None:
+    trajs, advantages = make_step(24, seed=3)
+    trajs = [t for t in trajs if t.num_actions]
+    advantages = advantages[: len(trajs)]
+    want = full_batch(MODEL, trajs, advantages, config("token_mean", "packed"))["grads"]
+    by_length = sorted(range(len(trajs)), key=lambda i: trajs[i].num_actions)
+    slots = [by_length[i : i + 4] for i in range(0, len(by_length), 4)]
+    wrong = local_mean_gradient(trajs, advantages, slots)
+    assert float((wrong - want).norm() / want.norm()) > 0.1
+    cfg = config("token_mean", "packed")
+    right, metrics = accumulated(trajs, advantages, cfg, DealtPlan([slots]))
+    assert float((right - want).norm() / want.norm()) < 1e-10
+    counts = [sum(trajs[i].num_actions for i in slot) for slot in slots]
+    assert metrics.distortion.value == pytest.approx(sum(counts) / len(counts) / min(counts))
+
+
+def test_ranks_that_hold_their_own_trajectories_need_one_sum_of_counts() -> None:
+    trajs, advantages = make_step(12, seed=8)
+    shares = [[i for i, t in enumerate(trajs) if (t.group == "0") == first] for first in (True, False)]
+    for mode in MODES:
+        cfg = config(mode, "packed")
+        whole = sum((Denominators.of([trajs[i] for i in share]) for share in shares), start=Denominators())
+        total, metrics = torch.zeros(()), UpdateMetrics()
+        for share in shares:
+            own, model = [trajs[i] for i in share], copy.deepcopy(MODEL)
+            metrics += accumulate(
+                model,
+                own,
+                advantages[share],
+                cfg,
+                DealtPlan([[list(range(len(own)))]]),
+                num_ranks=2,
+                weights=token_weights(own, mode, norm_const=7, denominators=whole),
+                reference=REFERENCE,
+            )
+            total = total + gradients(model) / 2
+        check_exact((total, metrics), full_batch(MODEL, trajs, advantages, cfg))
+
+
+def test_a_loss_part_can_have_weights_of_its_own() -> None:
+    trajs, advantages = make_step(9, seed=2)
+    cfg = config("token_mean", "packed")
+    apart = [copy.deepcopy(MODEL) for _ in range(2)]
+    plan = split(9, 3, 1, seed=0)
+    kl_weights = token_weights(trajs, "sequence_mean")
+    both = copy.deepcopy(MODEL)
+    accumulate(both, trajs, advantages, cfg, plan, kl_weights=kl_weights, reference=REFERENCE)
+    nothing = [torch.zeros_like(w) for w in kl_weights]
+    accumulate(apart[0], trajs, advantages, cfg, plan, kl_weights=nothing, reference=REFERENCE)
+    accumulate(
+        apart[1], trajs, advantages, cfg, plan, weights=nothing, kl_weights=kl_weights, reference=REFERENCE
+    )
+    torch.testing.assert_close(
+        gradients(both), gradients(apart[0]) + gradients(apart[1]), rtol=1e-10, atol=1e-14
+    )
+
+
+def test_a_loss_that_is_a_mean_is_refused() -> None:
+    trajs, advantages = make_step(6, seed=1)
+    cfg = config("token_mean", "packed")
+    plan = split(6, 2, 1, seed=0)
+
+    def plain(scores: TokenScores, targets: TokenTargets) -> Tensor:
+        return -targets.advantages * scores.logp
+
+    def mean(scores: TokenScores, targets: TokenTargets) -> Tensor:
+        return plain(scores, targets).mean()
+
+    def aggregated(scores: TokenScores, targets: TokenTargets) -> Tensor:
+        per_token = plain(scores, targets)[None]
+        return aggregate_loss(per_token, torch.ones_like(per_token))
+
+    for loss, message in (
+        (mean, "one number a token"),
+        (aggregated, "mean over a part of an optimizer step"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accumulate(copy.deepcopy(MODEL), trajs, advantages, cfg, plan, token_loss=loss)
+    with step_in_parts(), pytest.raises(ValueError, match="mean over a part"):
+        token_weights(trajs)
+    model = copy.deepcopy(MODEL)
+    accumulate(model, trajs, advantages, cfg, plan, token_loss=plain)  # REINFORCE, without a reference
+    twin = copy.deepcopy(MODEL)
+    batch = collate(trajs, pad_id=0)
+    logp = sequence_log_probs(twin, batch["ids"], cfg.temperature)
+    aggregate_loss(-advantages[:, None] * logp, batch["action_mask"]).backward()
+    torch.testing.assert_close(gradients(model), gradients(twin), rtol=1e-10, atol=1e-14)
+
+
+def test_plans_that_do_not_hold_the_step_are_refused() -> None:
+    trajs, advantages = make_step(6, seed=1)
+    cfg = config("token_mean", "packed")
+    for ranks, message in (
+        ([[[0, 1, 2, 3, 4]]], "stand in no microbatch"),
+        ([[[0, 1, 2, 3, 4, 5, 0]]], "more than once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accumulate(copy.deepcopy(MODEL), trajs, advantages, cfg, DealtPlan(ranks))
+
+
+def test_a_trajectory_beyond_the_budget_is_refused() -> None:
+    trajs, _ = make_step(6, seed=1)
+    longest = max(t.num_tokens for t in trajs)
+    for packing in ("packed", "tree", "padded"):
+        assert plan_rows(trajs, packing, longest).ranks
+        with pytest.raises(ValueError, match="raise microbatch_tokens"):
+            plan_rows(trajs, packing, longest - 1)
+
+
+def test_a_dummy_touches_every_gradient_and_adds_nothing() -> None:
+    trajs, advantages = make_step(3, seed=1)
+    for packing in ("packed", "tree", "padded"):
+        model = copy.deepcopy(MODEL)
+        plan = DealtPlan([[[0, 1, 2]], [[]]])
+        metrics = accumulate(model, trajs, advantages, config("grpo", packing), plan, rank=1)
+        assert not gradients(model).any()
+        assert metrics.entropy == Mean()
+
+
+def test_layouts_agree_in_float32_at_the_first_step() -> None:
+    trajs, advantages = make_step(14, seed=4)
+    grads: dict[str, Tensor] = {}
+    for packing in ("padded", "packed", "tree"):
+        model = copy.deepcopy(MODEL).float()
+        plan = plan_rows(trajs, packing, max_tokens=64)
+        accumulate(model, trajs, advantages.float(), RLConfig(packing=packing), plan)
+        grads[packing] = gradients(model)
+    for packing in ("packed", "tree"):
+        error = (grads[packing] - grads["padded"]).norm() / grads["padded"].norm()
+        assert float(error) < 1e-6
+
+
+CASES: list[tuple[str, Packing, bool]] = [
+    *((mode, "packed", False) for mode in sorted(MODES)),
+    ("grpo", "tree", True),
+    ("token_mean", "padded", True),
+]
+
+
+def test_four_processes_give_the_full_batch(in_ranks: Any) -> None:
+    """Sharded over four gloo processes, one of which has only dummies."""
+    trajs, advantages = make_step(11, seed=5)
+    shares = [[t for t in trajs if int(t.group) % 4 == rank] for rank in range(4)]  # the last is empty
+
+    def on_rank(ranks: Ranks) -> list[Any]:
+        assert Denominators.of(shares[ranks.rank]).all_reduced() == Denominators.of(trajs)
+        results: list[Any] = []
+        models: dict[bool, TinyAgent] = {}
+        for mode, packing, recompute in CASES:
+            if recompute not in models:
+                models[recompute] = copy.deepcopy(MODEL)
+                shard_policy(models[recompute], checkpoint_activations=recompute)
+            model, cfg = models[recompute], config(mode, packing)
+            model.zero_grad()
+            own = accumulate(model, trajs, advantages, cfg, DUMMY_RANK, rank=ranks.rank, reference=REFERENCE)
+            metrics = sum(ranks.gather(own), start=UpdateMetrics())
+            grads = [cast(DTensor, p.grad).full_tensor().flatten() for p in model.parameters()]
+            results.append((torch.cat(grads).tolist(), metrics))
+        return results
+
+    for results in in_ranks(4, on_rank):
+        for (mode, packing, _), (grads, metrics) in zip(CASES, results, strict=True):
+            want = full_batch(MODEL, trajs, advantages, config(mode, packing))
+            check_exact((torch.tensor(grads, dtype=torch.float64), metrics), want)
+
+
+def test_a_sharded_hugging_face_model_gives_the_full_batch(in_ranks: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    from agentrl.models.hf import HFPolicy
+
+    shape = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    policy = HFPolicy(transformers.Qwen3ForCausalLM(shape).double())
+    trajs, advantages = make_step(7, seed=5)
+    plan = DealtPlan([[[0, 3], [1, 2, 6]], [[4, 5], []]])
+    cfg = RLConfig(packing="packed", loss_mode="grpo")
+    alone = copy.deepcopy(policy)
+    accumulate(alone, trajs, advantages, replace(cfg, packing="padded"), DealtPlan([[list(range(7))]]))
+    want = torch.cat([cast(Tensor, p.grad).flatten() for p in alone.parameters()])
+
+    def on_rank(ranks: Ranks) -> list[float]:
+        shard_policy(policy)
+        accumulate(policy, trajs, advantages, cfg, plan, rank=ranks.rank)
+        grads = [cast(DTensor, p.grad).full_tensor().flatten() for p in policy.parameters()]
+        return torch.cat(grads).tolist()
+
+    for grads in in_ranks(2, on_rank):
+        assert float((torch.tensor(grads, dtype=torch.float64) - want).norm() / want.norm()) < 1e-10
