@@ -107,7 +107,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _taken_gradients(policy: Policy) -> list[Tensor]:
+def taken_gradients(policy: Policy) -> list[Tensor]:
     """The gradients that backward left, taken off the parameters; zeros where one got none."""
     taken: list[Tensor] = []
     for parameter in policy.module.parameters():
@@ -128,34 +128,17 @@ def score_alone(policy: Policy, objective: Objective, gradients: bool) -> Scores
         if gradients and logp.requires_grad:
             (logp * float(objective.coefficients[index])).sum().backward()
         found.append(logp.detach().double().cpu())
-    return Scores(torch.cat(found), _taken_gradients(policy) if gradients else [])
+    return Scores(torch.cat(found), taken_gradients(policy) if gradients else [])
 
 
-def score_packed(
-    policy: Policy,
-    objective: Objective,
-    batches: Sequence[PackedBatch],
-    gradients: bool,
-    coefficients: Sequence[Tensor] | None = None,
-) -> Scores:
-    """The same from packed rows and the tiled head, a forward and a backward for each batch.
-
-    `coefficients` [B] of each batch take the place of the objective's.
-    """
-    stride = max(t.num_tokens for t in objective.trajs)
-    keys = [i * stride + t.action_mask.nonzero().flatten() for i, t in enumerate(objective.trajs)]
-    order = torch.cat(keys)
-    found = torch.full(order.shape, float("nan"), dtype=torch.float64)
-    for index, batch in enumerate(batches):
-        actions = batch.actions
-        with torch.set_grad_enabled(gradients):
-            logp = packed_log_probs(policy, batch, objective.temperature)
-        if gradients and logp.requires_grad:
-            per_traj = objective.coefficients if coefficients is None else coefficients[index]
-            (logp * per_traj.to(logp)[actions.trajectory]).sum().backward()
-        place = torch.searchsorted(order, (actions.trajectory * stride + actions.offset).cpu())
-        found[place] = logp.detach().double().cpu()
-    return Scores(found, _taken_gradients(policy) if gradients else [])
+def score_packed(policy: Policy, objective: Objective, packed: PackedBatch, gradients: bool) -> Scores:
+    """The same from packed rows and the tiled head, in one forward and one backward."""
+    with torch.set_grad_enabled(gradients):
+        logp = packed_log_probs(policy, packed, objective.temperature)
+    if gradients and logp.requires_grad:
+        coefficients = objective.coefficients.to(logp)
+        (logp * coefficients[packed.actions.trajectory]).sum().backward()
+    return Scores(logp.detach().double().cpu(), taken_gradients(policy) if gradients else [])
 
 
 def score_heads(

@@ -9,7 +9,6 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from agentrl.data.microbatch import token_budget_batches
 from agentrl.data.packing import PackedBatch, pack_sequences
 from agentrl.data.trajectory import Trajectory
 from agentrl.diagnose.comparison import (
@@ -24,6 +23,7 @@ from agentrl.diagnose.comparison import (
     score_alone,
     score_heads,
     score_packed,
+    taken_gradients,
     undisturbed,
 )
 from agentrl.diagnose.generated import generate_trajectories
@@ -31,6 +31,9 @@ from agentrl.diagnose.isolation import RatioProfile, isolation, with_leak, with_
 from agentrl.models.policy import Policy
 from agentrl.models.scoring import action_hidden, as_policy
 from agentrl.models.tiny import TinyAgent
+from agentrl.train.config import RLConfig
+from agentrl.train.rows import plan_rows
+from agentrl.train.step import accumulate
 
 Bug = Literal["leak", "positions", "local-mean"]
 Unit = Literal["nats", "share", "relative"]
@@ -226,10 +229,10 @@ class _Verifier:
         self.progress("the same in the next wider dtype, for what rounding does")
         allowed = allowed_gap(rounding(self.policy, self.objective, plain), self.dtype, plain.logp)
         self.progress("packed rows")
-        packed = score_packed(self.policy, self.objective, [flat], self.gradients)
+        packed = score_packed(self.policy, self.objective, flat, self.gradients)
         gaps = [("packed", gap(packed, plain))]
         self.progress("prefix trees")
-        gaps.append(("tree", gap(score_packed(self.policy, self.objective, [tree], self.gradients), plain)))
+        gaps.append(("tree", gap(score_packed(self.policy, self.objective, tree, self.gradients), plain)))
         checks = [_log_prob_check(name, found, allowed) for name, found in gaps]
         self.progress("the head")
         head_check, head_gradient = self._heads(flat)
@@ -282,26 +285,37 @@ class _Verifier:
 
     def _microbatches(self, packed: Scores, allowed: Gap) -> Check:
         """Gradients of small microbatches, the trajectories in reverse, against those of one batch."""
-        lengths = [t.num_tokens for t in reversed(self.trajs)]
-        last = len(lengths) - 1
-        budget = max(max(lengths), -(-sum(lengths) // 3))
-        batches: list[PackedBatch] = []
-        for chosen in token_budget_batches(lengths, budget, packed=True):
-            index = torch.tensor([last - i for i in chosen])
-            batch = pack_sequences([self.trajs[i] for i in index.tolist()], budget, pad_to=None)
-            actions = replace(batch.actions, trajectory=index[batch.actions.trajectory])
-            batches.append(replace(batch, actions=actions).to(self.device))
-        coefficients = None
+        order = range(len(self.trajs) - 1, -1, -1)
+        # `accumulate` wants recorded log-probs; this loss does not read them
+        trajs = [
+            replace(t, sample_logp=torch.zeros_like(t.sample_logp))
+            for t in map(self.trajs.__getitem__, order)
+        ]
+        lengths = [t.num_tokens for t in trajs]
+        plan = plan_rows(trajs, "packed", max(max(lengths), -(-sum(lengths) // 3)))
+        batches = plan.ranks[0]
+        weights = None
         if self.options.simulate == "local-mean":
-            counts = [len(batch.actions) for batch in batches]
-            coefficients = [-self.objective.advantages / (n * len(batches)) for n in counts]
-        split = score_packed(self.policy, self.objective, batches, True, coefficients)
-        error = relative_error(split.gradients, packed.gradients)
+            weights = [t.action_mask.double() for t in trajs]
+            for batch in batches:
+                count = sum(trajs[i].num_actions for i in batch)
+                for i in batch:
+                    weights[i] /= count * len(batches)
+        accumulate(
+            self.policy,
+            trajs,
+            self.objective.advantages.flip(0),
+            RLConfig(packing="packed", temperature=self.options.temperature),
+            plan,
+            weights=weights,
+            token_loss=lambda scores, targets: -targets.advantages * scores.logp,
+        )
+        error = relative_error(taken_gradients(self.policy), packed.gradients)
         return _check(
             "gradient: microbatches against one batch",
             (Statistic("gradient", error, allowed.gradient, "relative"),),
             f"{len(batches)} microbatches in reverse order give the gradient of one batch.",
-            "The gradient depends on the split: a mean over each microbatch, not weights fixed for the step.",
+            "The gradient depends on the split: a mean over each microbatch, or rows that leak.",
         )
 
     def _isolation(self, name: str, packed: PackedBatch) -> list[Check]:
