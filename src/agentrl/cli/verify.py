@@ -133,9 +133,10 @@ def _load_trajectories(
         return (_play(options, policy), True) if _is_run(options.model) else (None, True)
     from agentrl.data.importers import import_trajectories
 
+    tokenizer: Any = _LazyTokenizer(options)
     source = import_trajectories(
         options.trajectories,
-        tokenizer=_LazyTokenizer(options),
+        tokenizer=tokenizer,
         vocab_size=policy.head().weight.shape[0],
         allow_pickle=options.allow_pickle,
         skipped=skipped if options.skip_bad else None,

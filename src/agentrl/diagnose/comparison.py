@@ -157,7 +157,13 @@ def score_heads(
         bias = None if head.bias is None else head.bias.detach().to(dtype)
         if fast:
             logp = action_log_probs(
-                *inputs, targets, bias=bias, temperature=temperature, softcap=head.softcap, scale=head.scale
+                inputs[0],
+                inputs[1],
+                targets,
+                bias=bias,
+                temperature=temperature,
+                softcap=head.softcap,
+                scale=head.scale,
             )
         else:
             own = type(head)(inputs[1], bias, head.softcap, head.scale)
