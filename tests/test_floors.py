@@ -30,14 +30,17 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("peak_memory", "visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head",
          "log_probs", "fused_loss", "losses"),
     ),
-    "models": (3, ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "scoring", "reference")),
+    "models": (
+        3,
+        ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "load", "scoring", "reference"),
+    ),
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
         ("config", "budget", "distributed", "checkpoint", "metrics", "recording", "rows", "step", "evaluate",
          "loop", "curriculum", "base", "run"),
     ),
-    "diagnose": (6, ("verify", "census", "waste", "analyze")),
+    "diagnose": (6, ("comparison", "generated", "isolation", "verify", "census", "waste", "analyze")),
     "cli": (7, ()),
 }  # fmt: skip
 TORCH_FREE = ("gym", "curriculum", "plan", "report")

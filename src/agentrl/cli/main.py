@@ -9,6 +9,7 @@ import agentrl
 # command -> what it does; the module agentrl.cli.<command> holds `main(args: list[str]) -> int`
 COMMANDS: dict[str, str] = {
     "analyze": "what training on your trajectories would waste, and what to do about it",
+    "verify": "whether packing, splitting and the head are exact on your model and trajectories",
     "train": "train an agent to fix bugs, or continue a run",
     "eval": "evaluate the model of a run",
     "report": "the figures of a run as one page: what it learned, spent and saved",
