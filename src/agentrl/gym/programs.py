@@ -118,7 +118,7 @@ def rewrites(line: str, names: tuple[str, ...]) -> tuple[Rewrite, ...]:
     if tokens[:2] == ["return", "len"]:
         found.append(("off_by_one", [*tokens, "-", "1"] if tokens[-1] == ")" else tokens[:-2]))
     if tokens[0] == "return" and tokens[-1] == "]" and len(tokens) == 6:
-        found.append(("return", [*tokens[:2], tokens[4], ",", tokens[2], "]"]))
+        found.append(("swapped", [*tokens[:2], tokens[4], ",", tokens[2], "]"]))
     if tokens[0] == "return" and len(tokens) == 2 and tokens[1] in names:
         found.extend(("return", ["return", name]) for name in names if name != tokens[1])
     seen: set[str] = {joined(tokens)}
@@ -194,7 +194,7 @@ def _condition(rng: random.Random, a: str, b: str) -> str:
 
 
 def _expression(rng: random.Random) -> Shape:
-    kind = rng.randrange(7)
+    kind = rng.randrange(8)
     if kind == 0:
         bound = rng.choice(["k", "lo", "hi"])
         return ("x", bound), [f"return x {rng.choice(_COMPARE)} {bound}"], "ii"
@@ -212,6 +212,10 @@ def _expression(rng: random.Random) -> Shape:
         bound = rng.choice(["lo", "hi", "k"])
         return ("x", bound), [f"return {rng.choice(['min', 'max'])}(x, {bound})"], "ii"
     first, second = rng.choice([(a, b), (a, b), (b, a)])
+    if kind == 6:
+        first, second = rng.choice([(first, second), ("lo", "hi"), ("hi", "lo"), ("a", "2"), ("1", "x")])
+        named = [name for name in (first, second) if not name.isdigit()]
+        return tuple(sorted(named)), [f"return [{first}, {second}]"], "i" * len(named)
     return (a, b), [f"return {_term(rng, first, second)}"], "ii"
 
 

@@ -216,7 +216,7 @@ _DRAFTS = (
     ),
     _Draft(
         "train",
-        "return",
+        "swapped",
         "def halves(a):\n    d = a // 2\n    e = a - d\n    return [d, e]",
         4,
         "return [e, d]",
@@ -318,11 +318,11 @@ _DRAFTS = (
     _Draft(
         "heldout",
         "swapped",
-        "def rest(items, k):\n    n = len(items)\n    return n - k",
-        3,
-        "return k - n",
-        (([3], 1), ([1, 2], 1), ([4, 8], 0), ([6, 3, 5], 1)),
-        (([5, 1, 2], 2), ([2, 2], 1), ([7], 0), ([8, 4, 4, 1], 1)),
+        "def ordered(lo, hi):\n    return [lo, hi]",
+        2,
+        "return [hi, lo]",
+        ((3, 5), (5, 3), (4, 4), (0, 1)),
+        ((7, 2), (2, 9), (9, 1), (6, 0)),
     ),
     _Draft(
         "heldout",

@@ -39,7 +39,7 @@ class BaseConfig:
     """How the supervised start is trained."""
 
     seed: int = 0
-    num_demonstrations: int = 15_000
+    num_demonstrations: int = 13_000
     num_drills: int = 4000
     num_steps: int = 5000
     num_drill_steps: int = 1200  # the first of num_steps
