@@ -19,7 +19,7 @@ from agentrl.gym.tasks import Task
 class DemoConfig:
     """How skilful the demonstrations are, as probabilities."""
 
-    submit_unseen: float = 0.36  # submits at once
+    submit_unseen: float = 0.38  # submits at once
     look_and_submit: float = 0.18  # views, perhaps runs, and submits
     hasty: float = 0.2  # edits once and submits without running
     give_up: float = 0.25  # after each failed attempt, submits as it is
