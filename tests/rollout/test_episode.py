@@ -108,7 +108,12 @@ def test_how_an_episode_ended_is_written_down(quick: Quick) -> None:
         (traj,), stats = play(
             quick, lambda env=env: env, TASKS[:1], TOK, max_tokens=48, temperature=1.0, generator=rng()
         )
-        assert traj.info == {"task": TASKS[0].name, "num_turns": num_turns, "finish": finish}
+        assert traj.info == {
+            "task": TASKS[0].name,
+            "num_turns": num_turns,
+            "finish": finish,
+            "num_computed": stats.num_positions,
+        }
         assert traj.reward == reward
         assert traj.num_tokens == 3 + (1 if finish == "tokens" else num_turns + 2 * 2)
         assert stats.num_positions == traj.num_tokens - 1

@@ -277,7 +277,7 @@ class Jail:
 
     def _how_it_ended(self, pid: int, in_frame: bool) -> Answer:
         """A child that closed its pipe without an answer: it ended, or will be ended."""
-        deadline = time.monotonic() + 0.05
+        deadline = time.monotonic() + 0.5  # a crash on a busy machine takes a while to be reaped
         while time.monotonic() < deadline:
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if status is None:
