@@ -1,6 +1,7 @@
 """The gradient of an optimizer step is that of the plain full batch, however the step is split."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,6 +39,15 @@ def tiny(seed: int = 0) -> TinyAgent:
 
 
 MODEL, REFERENCE = tiny(), tiny(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heads_are_fused_too() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentrl.train.rows.FUSED_HEAD_SIZE", 0)
+        yield
+
+
 # Eleven trajectories on four ranks, one of which has only dummies.
 DUMMY_RANK = DealtPlan([[[0, 3], [7, 1, 2]], [[], []], [[4, 5, 6], [8]], [[10, 9], []]])
 
@@ -275,6 +285,25 @@ def test_the_fused_loss_gives_what_the_general_way_gives(
     assert float((fused - general).norm() / general.norm()) < 1e-10
     assert metrics.values() == pytest.approx(others.values(), rel=1e-12)
     assert metrics.loss.total == pytest.approx(others.loss.total, rel=1e-12)
+
+
+@pytest.mark.parametrize(("more", "wanted"), [(0, 1), (1, 0)])
+def test_a_head_is_fused_from_the_stated_size_on(
+    monkeypatch: pytest.MonkeyPatch, more: int, wanted: int
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        return fused_policy_loss(*args, **keywords)
+
+    monkeypatch.setattr("agentrl.models.scoring.fused_policy_loss", counted)
+    monkeypatch.setattr("agentrl.train.rows.FUSED_HEAD_SIZE", MODEL.head().weight.numel() + more)
+    trajs, advantages = make_step(5, seed=6)
+    cfg = config("grpo", "packed")
+    got = accumulated(trajs, advantages, cfg, DealtPlan([[list(range(5))]]))
+    check_exact(got, full_batch(MODEL, trajs, advantages, cfg))
+    assert len(calls) == wanted
 
 
 def test_the_fused_loss_reports_the_same_figures_in_float32() -> None:

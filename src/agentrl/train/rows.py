@@ -26,6 +26,10 @@ from agentrl.train.config import Packing
 # Compiled attention kernels are made anew for every row length; steps of 128 keep them few.
 _CUDA_MULTIPLE = 128
 
+# Entries of a head's weight from which its loss is fused. A TinyAgent's (300 or 20,000 ids, width 64) gains
+# nothing: a step of 64 episodes took 0.35 and 0.87 CPU seconds fused, 0.34 and 0.86 in the general way.
+FUSED_HEAD_SIZE = 1 << 22
+
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
@@ -102,10 +106,10 @@ def loss_of_rows(
 
     `token_loss(log-probs [N], entropies [N], positions [N])` gives weighted losses [N] that depend on no
     other tensor with a gradient, in the order of `TokenScores`. Packed rows compute it with the head
-    (`fused_policy_loss`); padded rows are the plain reference.
+    (`fused_policy_loss`), unless that is smaller than FUSED_HEAD_SIZE; padded rows are the plain reference.
     """
     device = next(policy.module.parameters()).device
-    if packing == "padded":
+    if packing == "padded" or policy.head().weight.numel() < FUSED_HEAD_SIZE:
         scores = score_rows(policy, trajs, packing, temperature)
         positions = torch.arange(scores.logp.numel(), device=device)
         loss = token_loss(scores.logp, scores.entropy, positions).sum()

@@ -133,8 +133,8 @@ def accumulate(
     the same) are those of the KL term to `reference`, `token_loss` replaces the clipped policy loss.
 
     The clipped policy loss and its KL term need no more of the policy than the token's log-prob, so packed
-    and tree rows compute them with the head, whose gradient then takes fewer matrix products
-    (`fused_policy_loss`); padded rows, a `token_loss` and dummies take the general way. Either works for a
+    and tree rows compute them with a head of at least rows.FUSED_HEAD_SIZE entries, whose gradient then takes
+    fewer matrix products (`fused_policy_loss`); all else takes the general way. Either works for a
     head that is tied or sharded (FSDP2).
 
     Gradients are num_ranks times the rank's part, for wrappers that average them over ranks (FSDP2, DDP). An
