@@ -1,6 +1,7 @@
 """The gradient of an optimizer step is that of the plain full batch, however the step is split."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from agentrl import RLConfig, Trajectory, accumulate, aggregate_loss, collate, t
 from agentrl.data.weights import MODES, Denominators, step_in_parts
 from agentrl.models.scoring import sequence_log_probs, sequence_scores
 from agentrl.models.tiny import TinyAgent, TinyConfig
+from agentrl.ops.fused_loss import fused_policy_loss
 from agentrl.ops.losses import kl_to_reference, policy_loss
 from agentrl.train.config import Packing
 from agentrl.train.distributed import Ranks, shard_policy
@@ -37,6 +39,15 @@ def tiny(seed: int = 0) -> TinyAgent:
 
 
 MODEL, REFERENCE = tiny(), tiny(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heads_are_fused_too() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentrl.train.rows.FUSED_HEAD_SIZE", 0)
+        yield
+
+
 # Eleven trajectories on four ranks, one of which has only dummies.
 DUMMY_RANK = DealtPlan([[[0, 3], [7, 1, 2]], [[], []], [[4, 5, 6], [8]], [[10, 9], []]])
 
@@ -239,6 +250,72 @@ def test_a_loss_part_can_have_weights_of_its_own() -> None:
     torch.testing.assert_close(
         gradients(both), gradients(apart[0]) + gradients(apart[1]), rtol=1e-10, atol=1e-14
     )
+
+
+def clipped(scores: TokenScores, targets: TokenTargets) -> Tensor:
+    """The default loss, given as a loss of one's own, which takes the general way."""
+    return policy_loss(scores.logp, targets.old_logp, targets.advantages, 0.2, 0.2)
+
+
+@pytest.mark.parametrize("packing", ["packed", "tree", "padded"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
+def test_the_fused_loss_gives_what_the_general_way_gives(
+    monkeypatch: pytest.MonkeyPatch, packing: Packing, kl_coef: float, temperature: float
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        return fused_policy_loss(*args, **keywords)
+
+    monkeypatch.setattr("agentrl.models.scoring.fused_policy_loss", counted)
+    trajs, advantages = make_step(14, seed=6)
+    advantages[::4] = 0.0  # tokens without gradient beside others
+    cfg = replace(config("grpo", packing), kl_coef=kl_coef, temperature=temperature)
+    plan = DealtPlan([[[0, 3, 5, 9], [1, 2, 6, 7], [4, 8], [10, 11, 12, 13]]])
+    found: list[tuple[Tensor, UpdateMetrics]] = []
+    for token_loss in (None, clipped):
+        calls.clear()
+        model = copy.deepcopy(MODEL)
+        metrics = accumulate(model, trajs, advantages, cfg, plan, reference=REFERENCE, token_loss=token_loss)
+        assert len(calls) == (4 if token_loss is None and packing != "padded" else 0)
+        found.append((gradients(model), metrics))
+    (fused, metrics), (general, others) = found
+    assert float((fused - general).norm() / general.norm()) < 1e-10
+    assert metrics.values() == pytest.approx(others.values(), rel=1e-12)
+    assert metrics.loss.total == pytest.approx(others.loss.total, rel=1e-12)
+
+
+@pytest.mark.parametrize(("more", "wanted"), [(0, 1), (1, 0)])
+def test_a_head_is_fused_from_the_stated_size_on(
+    monkeypatch: pytest.MonkeyPatch, more: int, wanted: int
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        return fused_policy_loss(*args, **keywords)
+
+    monkeypatch.setattr("agentrl.models.scoring.fused_policy_loss", counted)
+    monkeypatch.setattr("agentrl.train.rows.FUSED_HEAD_SIZE", MODEL.head().weight.numel() + more)
+    trajs, advantages = make_step(5, seed=6)
+    cfg = config("grpo", "packed")
+    got = accumulated(trajs, advantages, cfg, DealtPlan([[list(range(5))]]))
+    check_exact(got, full_batch(MODEL, trajs, advantages, cfg))
+    assert len(calls) == wanted
+
+
+def test_the_fused_loss_reports_the_same_figures_in_float32() -> None:
+    trajs, advantages = make_step(14, seed=6)
+    plan = DealtPlan([[list(range(14))]])
+    values: list[dict[str, float]] = []
+    for token_loss in (None, clipped):
+        metrics = accumulate(
+            copy.deepcopy(MODEL).float(), trajs, advantages, RLConfig(), plan, token_loss=token_loss
+        )
+        values.append({**metrics.values(), "loss": metrics.loss.total})
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
 def test_a_loss_that_is_a_mean_is_refused() -> None:

@@ -49,7 +49,7 @@ def test_what_a_file_leaves_out_keeps_its_default(tmp_path: Path) -> None:
         ("step = 3", "unknown key 'step'; did you mean steps?"),
         ("lr = 0.1", "unknown key 'lr'; did you mean rl.lr?"),
         ("[rl]\ngroup-sise = 4", "unknown key 'rl.group-sise'; did you mean rl.group_size?"),
-        ("[model]\nzzzzzzzz = 4", "unknown key 'model'; settings are rl.seed, rl.lr,"),
+        ("[zzzzz]\nzzzzzzzz = 4", "unknown key 'zzzzz'; settings are rl.seed, rl.lr,"),
         ("steps = 3.5", "Expected `int`"),
         ("steps = true", "Expected `int`"),
         ("[rl]\nlr = 'fast'", "Expected `float`"),

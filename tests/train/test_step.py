@@ -12,7 +12,7 @@ from agentrl import RLConfig, collate, compute_advantages, rl_update
 from agentrl.models.scoring import sequence_log_probs, sequence_scores
 from agentrl.train.metrics import Max, Mean
 from agentrl.train.rows import TokenScores
-from agentrl.train.step import TokenTargets, UpdateMetrics, surrogate_loss
+from agentrl.train.step import TokenTargets, UpdateMetrics, surrogate_losses, token_statistics
 
 CONFIGS = [
     RLConfig(num_minibatches=1),
@@ -127,8 +127,9 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole() -> None:
             torch.full_like(old[index], 1 / 11),
             ref_logp=-entropy[index],
         )
-        loss, metrics = surrogate_loss(TokenScores(logp[index], entropy[index]), targets, cfg)
-        return loss.item(), metrics
+        scores = TokenScores(logp[index], entropy[index])
+        loss = surrogate_losses(scores.logp, targets, cfg).sum()
+        return loss.item(), token_statistics(scores, targets, cfg)
 
     whole_loss, whole = part(slice(None))
     parts = [part(slice(a, b)) for a, b in ((0, 1), (1, 7), (7, 7), (7, 11))]

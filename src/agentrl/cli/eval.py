@@ -38,12 +38,13 @@ def main(args: list[str]) -> int:
     import torch
 
     from agentrl.gym.tasks import make_tasks
-    from agentrl.gym.tokenizer import build_tokenizer
     from agentrl.train.evaluate import evaluate
     from agentrl.train.run import RunDirectory, load_policy
+    from agentrl.train.start import load_tokenizer, resolve_model
 
     run = RunDirectory(options.run_dir)
     config = run.load_config()
+    resolve_model(config.model)
     cfg = config.rl
     if options.temperature is not None:
         cfg = replace(cfg, temperature=options.temperature)
@@ -51,8 +52,8 @@ def main(args: list[str]) -> int:
         cfg = replace(cfg, seed=options.seed)
     torch.set_num_threads(config.threads)
     model, step = load_policy(run, options.step)
-    model.to(torch.device(config.device))
-    tok = build_tokenizer(make_tasks("all"))
+    model.module.to(torch.device(config.device))
+    tok = load_tokenizer(config.model)
     samples = config.eval_samples if options.samples is None else options.samples
     figures = evaluate(model, make_tasks(options.split), tok, samples, cfg=cfg)
     if options.json:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class Options:
     """Train an agent to fix bugs: supervised base, reinforcement learning, held-out evaluation.
 
+    --model trains a Hugging Face causal language model instead of the small embedded one.
     Writes a run directory with config.toml, metrics.jsonl, checkpoints and the final model. Stopped with
     Ctrl-C, or killed, it continues with --resume to exactly the same result.
     """
@@ -47,6 +48,7 @@ class Options:
 def parse(args: list[str]) -> Options:
     """The options: defaults, overridden by --config or the run that --resume names, overridden by flags."""
     from agentrl.train.run import RunDirectory
+    from agentrl.train.start import resolve_model
 
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--config", type=Path)
@@ -65,7 +67,10 @@ def parse(args: list[str]) -> Options:
     options = tyro.cli(Options, prog="agentrl train", args=args, default=Options(run=config))
     if options.resume is not None and options.run_dir is not None:
         raise ValueError("--resume continues in its own directory; leave --run-dir out")
-    return options
+    model = resolve_model(options.run.model)
+    if options.resume is not None and model != config.model:
+        raise ValueError(f"the run started from {config.model or 'the TinyAgent'}; leave --model out")
+    return replace(options, run=replace(options.run, model=model))
 
 
 class StopRequest:
@@ -228,29 +233,33 @@ def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
     import torch.distributed as dist
 
     from agentrl.gym.tasks import make_tasks
-    from agentrl.gym.tokenizer import build_tokenizer
     from agentrl.models.policy import Policy
-    from agentrl.train.base import make_rl_base
+    from agentrl.rollout.episode import TextTokenizer
     from agentrl.train.curriculum import make_curriculum
     from agentrl.train.distributed import own_device, shard_policy
     from agentrl.train.evaluate import evaluate
     from agentrl.train.loop import bugfix_trainer
     from agentrl.train.run import Hooks, train_run
+    from agentrl.train.start import load_start, load_tokenizer
 
     torch.set_num_threads(config.threads)
     console = Console(quiet=not ranks.is_first)
     display = Display(console, config.steps)
-    tok = build_tokenizer(make_tasks("all"))
     heldout = make_tasks("heldout")
-    display.phase("preparing the supervised base")
-    # Made on the first rank, then read from its cache by the others.
-    made = [make_rl_base(tok, on_step=display.base)] if ranks.is_first else []
+    display.phase("preparing the supervised base" if config.model is None else f"loading {config.model}")
+
+    def start() -> tuple[Policy, TextTokenizer]:
+        tok = load_tokenizer(config.model)
+        return load_start(config.model, tok, on_step=display.base), tok
+
+    # Made or fetched on the first rank, then read from its cache by the others.
+    made = [start()] if ranks.is_first else []
     ranks.gather(None)
-    model = made.pop() if made else make_rl_base(tok)
+    model, tok = made.pop() if made else start()
     reference = copy.deepcopy(model) if config.rl.kl_coef > 0 else None
     for policy in (model, reference):
         if policy is not None:
-            policy.to(own_device(config.device))
+            policy.module.to(own_device(config.device))
         if policy is not None and dist.is_initialized():
             shard_policy(
                 policy,

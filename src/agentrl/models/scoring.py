@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from agentrl.data.packing import PackedBatch
 from agentrl.models.policy import Policy, head_logits
+from agentrl.ops.fused_loss import FusedLoss, TokenLoss, fused_policy_loss
 from agentrl.ops.log_probs import action_log_probs, selected_log_probs
 
 
@@ -138,19 +139,31 @@ def packed_scores(
     return logp, entropy.detach()
 
 
+def packed_loss(
+    policy: Policy | nn.Module, packed: PackedBatch, token_loss: TokenLoss, temperature: float = 1.0
+) -> FusedLoss:
+    """The summed loss of the packed rows' action tokens, with their log-probs and entropies [N], in nats.
+
+    `token_loss` is as in `fused_policy_loss`, which computes the head's gradient along with the loss: for a
+    loss of the token's own log-prob, the same as through `packed_log_probs` with fewer matrix products.
+    """
+    hidden, weight, keywords = _head_arguments(policy, packed, temperature)
+    return fused_policy_loss(hidden, weight, packed.actions.target, token_loss, with_entropy=True, **keywords)
+
+
 def _head_scores(
     policy: Policy | nn.Module, packed: PackedBatch, temperature: float, return_entropy: bool
 ) -> Any:
+    hidden, weight, keywords = _head_arguments(policy, packed, temperature)
+    return action_log_probs(hidden, weight, packed.actions.target, return_entropy=return_entropy, **keywords)
+
+
+def _head_arguments(
+    policy: Policy | nn.Module, packed: PackedBatch, temperature: float
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Hidden states [N, D], the head's weight, and what else maps them to logits."""
     policy = as_policy(policy)
     hidden = action_hidden(policy, packed)
-    head = policy.head()
-    return action_log_probs(
-        hidden,
-        head.weight,
-        packed.actions.target,
-        bias=head.bias,
-        temperature=temperature,
-        softcap=head.softcap,
-        scale=head.scale,
-        return_entropy=return_entropy,
-    )
+    head = policy.head()  # after the hidden states: a sharded head is whole from then on
+    others = {"bias": head.bias, "temperature": temperature, "softcap": head.softcap, "scale": head.scale}
+    return hidden, head.weight, others

@@ -139,7 +139,10 @@ class _FusedLoss(torch.autograd.Function):
 def _differentiate(
     token_loss: TokenLoss, logp: Tensor, entropy: Tensor | None, *, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The summed loss, and its gradients with respect to log-probs and entropies [N]."""
+    """The summed loss, and its gradients with respect to log-probs and entropies [N].
+
+    The latter is None where the loss does not depend on them: the head then skips their part of the gradient.
+    """
     positions = torch.arange(len(logp), device=logp.device)
     leaves = [part.detach().requires_grad_() for part in (logp, entropy) if part is not None]
     with torch.enable_grad():
@@ -154,8 +157,8 @@ def _differentiate(
     found: list[Tensor | None] = [None] * len(leaves)
     if wanted and loss.requires_grad:
         found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    filled = [torch.zeros_like(logp) if part is None else part for part in found]
-    return loss.detach(), filled[0], None if entropy is None else filled[1]
+    upstream = torch.zeros_like(logp) if found[0] is None else found[0]
+    return loss.detach(), upstream, None if entropy is None else found[1]
 
 
 def _refuse_other_leaves(loss: Tensor, leaves: list[Tensor]) -> None:

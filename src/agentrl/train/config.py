@@ -124,6 +124,8 @@ class RunConfig:
 
     rl: RLConfig = field(default_factory=RLConfig)
     """What determines a run's learning; fixed when it starts."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None
+    """Hugging Face causal LM to start from: a folder, or OWNER/NAME on the hub. Default: a TinyAgent."""
     steps: int = 60
     """Training steps."""
     curriculum: RuleName = "top"

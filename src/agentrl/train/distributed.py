@@ -161,7 +161,9 @@ def shard_policy(
         sharded = fully_shard(module, mp_policy=precision)
         # gloo cannot average; the sum is divided instead
         sharded.set_force_sum_reduction_for_comms(dist.get_backend() != "nccl")
-    register_fsdp_forward_method(policy, "hidden_states")
+    # Both enter by the root: a layer that is called first would take itself for it.
+    for entry in ("hidden_states", "extend"):
+        register_fsdp_forward_method(policy, entry)
 
 
 @contextmanager

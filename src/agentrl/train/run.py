@@ -27,6 +27,7 @@ from agentrl.train.distributed import gathered
 from agentrl.train.loop import Trainer
 from agentrl.train.metrics import MetricsLog
 from agentrl.train.recording import batch_picture
+from agentrl.train.start import load_start, load_tokenizer
 
 # Held-out evaluation: a dictionary with at least `pass_rate`, of plain JSON values.
 Evaluation = Callable[[Policy], dict[str, Any]]
@@ -247,18 +248,20 @@ def model_bytes(model: Policy, model_config: dict[str, Any]) -> bytes:
     return serialize(tensors, {"model_config": model_config})
 
 
-def load_policy(run: RunDirectory, step: int | None = None) -> tuple[TinyAgent, int | None]:
+def load_policy(run: RunDirectory, step: int | None = None) -> tuple[Policy, int | None]:
     """(policy, step) of a run: its final model, else its newest checkpoint, else that of `step`.
 
-    The step is None for the final model. Raises ValueError where there is no such model or it is damaged.
+    The step is None for the final model. A Hugging Face model is built from where the run started, which
+    config.toml names, and given the run's weights. Raises ValueError where there is no such model or it is
+    damaged.
     """
+    config = run.load_config()
     if step is None and run.model_path.exists():
         try:
             tensors, meta = deserialize(run.model_path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{run.model_path} is damaged: {error}") from error
-        return _build(tensors, meta["model_config"], run.model_path), None
-    run.load_config()
+        return _with_weights(_empty(config, meta["model_config"]), tensors, run.model_path), None
     by_step = checkpoints_by_step(run.checkpoints)
     if not by_step:
         raise ValueError(f"{run.path} holds no model yet: its run was stopped before the first checkpoint")
@@ -267,17 +270,26 @@ def load_policy(run: RunDirectory, step: int | None = None) -> tuple[TinyAgent, 
     if step not in by_step:
         raise ValueError(f"{run.path} holds no checkpoint of step {step}; it has {sorted(by_step)}")
     checkpoint = load_checkpoint(by_step[step])
-    tensors = checkpoint.model
+    policy, tensors = _empty(config, checkpoint.model_config), checkpoint.model
     if checkpoint.shards is not None:
-        empty = TinyAgent(TinyConfig(**checkpoint.model_config))
-        tensors, _ = read_shards(checkpoint.shards, empty.state_dict(), list(empty.parameters()))
-    return _build(tensors, checkpoint.model_config, by_step[step]), step
+        module = policy.module
+        tensors, _ = read_shards(checkpoint.shards, module.state_dict(), list(module.parameters()))
+    return _with_weights(policy, tensors, by_step[step]), step
 
 
-def _build(tensors: dict[str, torch.Tensor], model_config: dict[str, Any], path: Path) -> TinyAgent:
+def _empty(config: RunConfig, model_config: dict[str, Any]) -> Policy:
+    """A policy of the run's shape, its weights still to come."""
+    if config.model is not None:
+        return load_start(config.model, load_tokenizer(config.model))
     try:
-        model = TinyAgent(TinyConfig(**model_config))
-        model.load_state_dict(tensors)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"{path} does not hold a TinyAgent: {error}") from error
-    return model
+        return TinyAgent(TinyConfig(**model_config))
+    except TypeError as error:
+        raise ValueError(f"the run's model is not a TinyAgent: {error}") from error
+
+
+def _with_weights(policy: Policy, tensors: dict[str, torch.Tensor], path: Path) -> Policy:
+    try:
+        policy.module.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not hold the run's model: {error}") from error
+    return policy

@@ -21,7 +21,7 @@ from agentrl.ops.losses import kl_to_reference, policy_loss
 from agentrl.train.config import RLConfig
 from agentrl.train.distributed import ONE_RANK, Ranks
 from agentrl.train.metrics import Max, Mean
-from agentrl.train.rows import Plan, TokenScores, at_actions, plan_rows, score_rows
+from agentrl.train.rows import Plan, TokenScores, at_actions, loss_of_rows, plan_rows, score_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,46 +61,53 @@ class UpdateMetrics:
 TokenLoss = Callable[[TokenScores, TokenTargets], Tensor]
 
 
-def surrogate_loss(
-    scores: TokenScores, targets: TokenTargets, cfg: RLConfig, token_loss: TokenLoss | None = None
-) -> tuple[Tensor, UpdateMetrics]:
-    """The scalar sum of weights * token_loss and kl_weights * kl_coef * k3, and its token statistics.
+def surrogate_losses(logp: Tensor, targets: TokenTargets, cfg: RLConfig) -> Tensor:
+    """The weighted losses [N] of the tokens: weights * clipped policy loss + kl_weights * kl_coef * k3."""
+    losses = targets.weights * policy_loss(
+        logp, targets.old_logp, targets.advantages, cfg.clip_low, cfg.clip_high
+    )
+    return losses if targets.ref_logp is None else losses + _kl_losses(logp, targets, cfg)
 
-    token_loss defaults to the clipped policy loss. A sum: parts of an optimizer step are added, whatever the
-    split. Raises ValueError where token_loss does not give one number a token.
+
+def _kl_losses(logp: Tensor, targets: TokenTargets, cfg: RLConfig) -> Tensor:
+    assert targets.ref_logp is not None
+    kl_weights = targets.weights if targets.kl_weights is None else targets.kl_weights
+    return cfg.kl_coef * kl_weights * kl_to_reference(logp, targets.ref_logp)
+
+
+def custom_loss(scores: TokenScores, targets: TokenTargets, cfg: RLConfig, token_loss: TokenLoss) -> Tensor:
+    """The scalar sum of weights * token_loss and kl_weights * kl_coef * k3.
+
+    Raises ValueError where token_loss does not give one number a token.
     """
-    if token_loss is None:
-        per_token = policy_loss(
-            scores.logp, targets.old_logp, targets.advantages, cfg.clip_low, cfg.clip_high
+    with step_in_parts():
+        per_token = token_loss(scores, targets)
+    if per_token.shape != scores.logp.shape:
+        raise ValueError(
+            f"the loss must be one number a token, of shape {tuple(scores.logp.shape)}, got "
+            f"{tuple(per_token.shape)}: this is a part of an optimizer step, and a mean over it is not "
+            "a part of the step's mean; return the tokens' losses, their weights are fixed already"
         )
-    else:
-        with step_in_parts():
-            per_token = token_loss(scores, targets)
-        if per_token.shape != scores.logp.shape:
-            raise ValueError(
-                f"the loss must be one number a token, of shape {tuple(scores.logp.shape)}, got "
-                f"{tuple(per_token.shape)}: this is a part of an optimizer step, and a mean over it is not "
-                "a part of the step's mean; return the tokens' losses, their weights are fixed already"
-            )
     loss = (targets.weights * per_token).sum()
-    with torch.no_grad():
-        ratio = (scores.logp - targets.old_logp).exp()
-        too_high = (targets.advantages > 0) & (ratio > 1 + cfg.clip_high)
-        too_low = (targets.advantages < 0) & (ratio < 1 - cfg.clip_low)
+    return loss if targets.ref_logp is None else loss + _kl_losses(scores.logp, targets, cfg).sum()
+
+
+@torch.no_grad()
+def token_statistics(scores: TokenScores, targets: TokenTargets, cfg: RLConfig) -> UpdateMetrics:
+    """The statistics of N action tokens; those of parts of an optimizer step are added."""
+    ratio = (scores.logp - targets.old_logp).exp()
+    too_high = (targets.advantages > 0) & (ratio > 1 + cfg.clip_high)
+    too_low = (targets.advantages < 0) & (ratio < 1 - cfg.clip_low)
     kl = Mean()
     if targets.ref_logp is not None:
-        per_token_kl = kl_to_reference(scores.logp, targets.ref_logp)
-        kl_weights = targets.weights if targets.kl_weights is None else targets.kl_weights
-        loss = loss + cfg.kl_coef * (kl_weights * per_token_kl).sum()
-        kl = Mean.of(per_token_kl.detach())
-    metrics = UpdateMetrics(
+        kl = Mean.of(kl_to_reference(scores.logp, targets.ref_logp))
+    return UpdateMetrics(
         entropy=Mean.of(scores.entropy),
         ratio_mean=Mean.of(ratio),
         ratio_max=Max.of(ratio),
         clip_frac=Mean.of((too_high | too_low).double()),
         kl=kl,
     )
-    return loss, metrics
 
 
 def accumulate(
@@ -125,6 +132,11 @@ def accumulate(
     rank's, its plan has one rank: pass num_ranks and the weights of the whole step. `kl_weights` (default:
     the same) are those of the KL term to `reference`, `token_loss` replaces the clipped policy loss.
 
+    The clipped policy loss and its KL term need no more of the policy than the token's log-prob, so packed
+    and tree rows compute them with a head of at least rows.FUSED_HEAD_SIZE entries, whose gradient then takes
+    fewer matrix products (`fused_policy_loss`); all else takes the general way. Either works for a
+    head that is tied or sharded (FSDP2).
+
     Gradients are num_ranks times the rank's part, for wrappers that average them over ranks (FSDP2, DDP). An
     empty slot, a dummy, is computed with weight zero, since every rank must take part in communication.
 
@@ -148,6 +160,8 @@ def accumulate(
         weights = token_weights(trajs, cfg.loss_mode, norm_const=cfg.norm_const)
     num_ranks = len(plan.ranks) if num_ranks is None else num_ranks
     metrics = UpdateMetrics(distortion=Max(_largest_distortion(trajs, plan)))
+    first = next(policy.module.parameters())
+    wide = torch.empty(0, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
     for slot in plan.ranks[rank]:
         if not slot:
             score_rows(policy, [_DUMMY], cfg.packing, cfg.temperature).logp.sum().backward()
@@ -157,24 +171,45 @@ def accumulate(
         if reference is not None and cfg.kl_coef > 0:
             with torch.no_grad():
                 ref_logp = score_rows(reference, chosen, cfg.packing, cfg.temperature).logp
-        scores = score_rows(policy, chosen, cfg.packing, cfg.temperature)
-
-        def here(
-            values: list[Tensor], like: Tensor = scores.logp, chosen: list[Trajectory] = chosen
-        ) -> Tensor:
-            return at_actions(chosen, values).to(like)
-
-        targets = TokenTargets(
-            old_logp=here([t.sample_logp for t in chosen]),
-            advantages=here([advantages[i].cpu().expand(trajs[i].num_tokens - 1) for i in slot]),
-            weights=here([weights[i] for i in slot]),
-            kl_weights=None if kl_weights is None else here([kl_weights[i] for i in slot]),
-            ref_logp=ref_logp,
-        )
-        loss, part = surrogate_loss(scores, targets, cfg, token_loss)
+        targets = _targets(trajs, slot, advantages, weights, kl_weights, ref_logp, wide)
+        if token_loss is None:
+            loss, scores = loss_of_rows(
+                policy,
+                chosen,
+                cfg.packing,
+                lambda logp, entropy, positions, targets=targets: surrogate_losses(logp, targets, cfg),
+                cfg.temperature,
+            )
+        else:
+            scores = score_rows(policy, chosen, cfg.packing, cfg.temperature)
+            loss = custom_loss(scores, targets, cfg, token_loss)
         (num_ranks * loss).backward()
-        metrics += part + UpdateMetrics(loss=Mean(loss.item(), 0))
+        metrics += token_statistics(scores, targets, cfg) + UpdateMetrics(loss=Mean(loss.item(), 0))
     return metrics
+
+
+def _targets(
+    trajs: Sequence[Trajectory],
+    slot: Sequence[int],
+    advantages: Tensor,
+    weights: Sequence[Tensor],
+    kl_weights: Sequence[Tensor] | None,
+    ref_logp: Tensor | None,
+    wide: Tensor,
+) -> TokenTargets:
+    """What the action tokens of trajs[slot] aim at, of the device and dtype of `wide`."""
+    chosen = [trajs[i] for i in slot]
+
+    def here(values: list[Tensor]) -> Tensor:
+        return at_actions(chosen, values).to(wide)
+
+    return TokenTargets(
+        old_logp=here([t.sample_logp for t in chosen]),
+        advantages=here([advantages[i].cpu().expand(trajs[i].num_tokens - 1) for i in slot]),
+        weights=here([weights[i] for i in slot]),
+        kl_weights=None if kl_weights is None else here([kl_weights[i] for i in slot]),
+        ref_logp=ref_logp,
+    )
 
 
 # Tokens that nobody sampled, so that the loss is an empty sum. Two, since attention over a single one has no
