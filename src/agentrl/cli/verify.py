@@ -116,8 +116,9 @@ def _load_policy(options: Options) -> "Policy":
     if _is_run(options.model):
         from agentrl.train.run import RunDirectory, load_policy
 
-        tiny, _ = load_policy(RunDirectory(Path(options.model)))
-        return tiny.to(device=device, dtype=dtype)
+        trained, _ = load_policy(RunDirectory(Path(options.model)))
+        trained.module.to(device=device, dtype=dtype)
+        return trained
     from agentrl.models.load import load_hf_policy
 
     policy = load_hf_policy(options.model, dtype)
