@@ -39,10 +39,10 @@ class BaseConfig:
     """How the supervised start is trained."""
 
     seed: int = 0
-    num_demonstrations: int = 11_000
-    num_drills: int = 3000
-    num_steps: int = 4200
-    num_drill_steps: int = 1000  # the first of num_steps
+    num_demonstrations: int = 13_000
+    num_drills: int = 4000
+    num_steps: int = 5000
+    num_drill_steps: int = 1200  # the first of num_steps
     tokens_per_step: int = 384
     lr: float = 3e-3
     warmup_steps: int = 100
