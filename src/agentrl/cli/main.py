@@ -52,11 +52,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return import_module(f"agentrl.cli.{args[0]}").main(args[1:])
-    except (ValueError, FileNotFoundError) as error:
-        print(f"agentrl {args[0]}: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:  # before a command has anything to save
         return 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a file that is missing, a folder, or not ours to read or write
+        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+        print(f"agentrl {args[0]}: {reason}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"agentrl {args[0]}: {error}", file=sys.stderr)
+        return 2
