@@ -413,3 +413,13 @@ def test_a_million_tokens_take_vectors_not_masks() -> None:
     assert total > 1_000_000
     assert packed.ids.shape == (1, 8 * 4096 + 200 * 1000)
     assert peak < 64 * total  # bytes, 40 measured; one mask of this row would take 54 GB
+
+
+@pytest.mark.parametrize("pad_id", [True, 0.5, -1, None, 2**63])
+def test_a_pad_id_that_is_no_token_id_is_refused(pad_id: object) -> None:
+    with pytest.raises(ValueError, match="pad_id must be a token id"):
+        pack_sequences([], 8, pad_id=pad_id)  # type: ignore[arg-type]
+
+
+def test_lengths_in_bfloat16_give_the_same_plan() -> None:
+    assert pack_lengths(torch.tensor([2.0, 3.0], dtype=torch.bfloat16), 8) == pack_lengths([2, 3], 8)

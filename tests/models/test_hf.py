@@ -209,6 +209,23 @@ def test_dropout_while_training_is_refused() -> None:
     policy.hidden_states(*rows)
 
 
+def test_dropout_is_refused_after_the_model_was_shown_in_evaluation() -> None:
+    model = build("Phi3", resid_pdrop=0.5).eval()
+    policy = HFPolicy(model)
+    ids = torch.tensor([[1, 2, 3]])
+    rows = (ids, torch.arange(3)[None], torch.full_like(ids, 3))
+    policy.hidden_states(*rows)
+    model.train()
+    with pytest.raises(ValueError, match="drops activations"):
+        policy.hidden_states(*rows)
+
+
+def test_rows_without_tokens_give_nothing() -> None:
+    empty = torch.zeros(0, 8, dtype=torch.int64)
+    hidden = HFPolicy(build("Qwen3")).hidden_states(empty, empty, empty)
+    assert hidden.shape[:2] == (0, 8)
+
+
 class Leak(nn.Module):
     """Plants a leak behind a layer: every position also gets a little of the one before it in the row."""
 

@@ -121,3 +121,11 @@ def test_wrong_rows_are_refused() -> None:
         packed_logits(model, ids, torch.tensor([[0, 1, 0, 0]]), torch.tensor([[0, 0, 1]]))
     with pytest.raises(ValueError, match="transformers causal LM"):
         packed_logits(torch.nn.Linear(2, 2), ids, ids, ids)
+
+
+def test_no_trajectories_at_all_give_empty_rows() -> None:
+    packed = pack_sequences([], 8, pad_to=None)
+    model = TinyAgent(TinyConfig(vocab_size=11))
+    logits = packed_logits(model, packed.ids, packed.position_ids, packed.segment_ids)
+    assert logits.shape == (*packed.ids.shape, 11)
+    assert packed_log_probs(model, packed).shape == (0,)

@@ -15,7 +15,7 @@ Lengths = Sequence[int] | NDArray[Any] | Tensor
 def as_lengths(lengths: Lengths) -> NDArray[np.int64]:
     """The lengths as int64 [N]; ValueError naming the index of one that is not a positive whole number."""
     if isinstance(lengths, Tensor):
-        array = lengths.numpy(force=True)
+        array = (lengths.double() if lengths.is_floating_point() else lengths).numpy(force=True)
     elif isinstance(lengths, np.ndarray):
         array = lengths
     else:

@@ -142,6 +142,8 @@ def pack_sequences(
     ([3, 0, 1], [6, 7, 8])
     """
     max_tokens = positive_whole("max_tokens", max_tokens)
+    if isinstance(pad_id, bool) or not isinstance(pad_id, int | np.integer) or not 0 <= pad_id < 2**62:
+        raise ValueError(f"pad_id must be a token id, a whole number from 0, got {pad_id!r}")
     if pad_to is not None and pad_to != "row":
         pad_to = positive_whole("pad_to, if not 'row' or None,", pad_to)
     lengths = np.array([t.num_tokens for t in trajs], dtype=np.int64)
@@ -259,7 +261,7 @@ def _fill(
 
     shape = layout.visible_until.shape
     num_followed = max(shape[1] - 1, 0)
-    ids, positions = np.full(shape, pad_id), np.zeros(shape, dtype=np.int64)
+    ids, positions = np.full(shape, pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     ids.reshape(-1)[layout.token_index] = tokens
     positions.reshape(-1)[layout.token_index] = np.arange(tokens.size) - np.repeat(start, lengths)
 
@@ -296,7 +298,7 @@ def _fill(
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> NDArray[Any]:
-    return torch.cat([torch.empty(0, dtype=dtype), *(part.cpu() for part in parts)]).numpy()
+    return torch.cat([torch.empty(0, dtype=dtype), *(part.detach().cpu() for part in parts)]).numpy()
 
 
 def unpack(values: Tensor, packed: PackedBatch) -> list[Tensor]:

@@ -52,6 +52,9 @@ class HFPolicy(nn.Module):
 
     def hidden_states(self, ids: Tensor, position_ids: Tensor, visible_until: Tensor) -> Tensor:
         """Last hidden states [R, L, D], after the final norm, of packed rows ids [R, L]; see Policy."""
+        if ids.numel() == 0:
+            weight = self.head().weight
+            return weight.new_zeros(*ids.shape, weight.shape[1])
         probe(self.model, self._packed, self.head())
         return self._packed(ids, position_ids, visible_until)
 

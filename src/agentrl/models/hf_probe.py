@@ -104,10 +104,10 @@ def probe(model: PreTrainedModel, hidden: Hidden, head: Head) -> None:
     must give the same logits to rounding; other tokens in its neighbour must change no bit of its hidden
     states.
     """
+    if model.training:  # asked every time: a model is often shown in evaluation and trained later
+        _refuse_dropout(model)
     if model in _SHOWN:
         return
-    if model.training:
-        _refuse_dropout(model)
     with _evaluating(model):
         rows = _Rows.on(model)
         _check_agreement(model, hidden, head, rows)

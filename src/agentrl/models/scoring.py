@@ -69,6 +69,8 @@ def visible_until_of(position_ids: Tensor, segment_ids: Tensor) -> Tensor:
     [[2, 2, 3, 4]]
     """
     length = segment_ids.shape[1]
+    if segment_ids.numel() == 0:
+        return torch.zeros_like(segment_ids)
     is_padding = segment_ids < 0
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     starts[:, 1:] = (segment_ids[:, 1:] != segment_ids[:, :-1]) | is_padding[:, 1:]

@@ -125,7 +125,8 @@ def _plan(
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
     check_visibility(position_ids, visible_until)
-    if window is not None and int(position_ids.max() - position_ids.min()) < window:
+    nothing = position_ids.numel() == 0
+    if window is not None and (nothing or int(position_ids.max() - position_ids.min()) < window):
         window = None  # no distance reaches it
     if backend == "flex":
         return _block_mask(position_ids, visible_until, window)
