@@ -12,12 +12,11 @@ from agentrl.gym.programs import (
     joined,
     make_buggy,
     pieces,
-    replaced,
     run_trusted,
     task_shapes,
 )
 from agentrl.gym.sandbox import Sandbox, same_value
-from agentrl.gym.tasks import Task, make_tasks
+from agentrl.gym.tasks import Task, make_tasks, replaced
 
 TASKS = make_tasks("all")
 

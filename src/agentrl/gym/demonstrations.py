@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from agentrl.gym.env import EDIT, RUN, SUBMIT, VIEW, BugFixEnv
 from agentrl.gym.programs import Program, all_rewrites, make_buggy, run_trusted
-from agentrl.gym.tasks import Task
+from agentrl.gym.tasks import Task, indentation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +92,8 @@ class _Player:
         for _, line, text in attempts:
             by_line.setdefault(line, []).append(text)
         for line in self.rng.sample(sorted(by_line), len(by_line)):
-            indentation = lines[line - 1][: -len(lines[line - 1].lstrip())]
             for text in by_line[line]:
-                self._act(f"{EDIT} {line} {indentation}{text}")
+                self._act(f"{EDIT} {line} {indentation(lines[line - 1])}{text}")
             self._act(f"{EDIT} {line} {lines[line - 1]}")
         return self.demo
 
@@ -117,8 +116,7 @@ class _Player:
         for _, line, text in attempts:
             if changed not in (0, line):
                 self._act(f"{EDIT} {changed} {lines[changed - 1]}")
-            indentation = lines[line - 1][: -len(lines[line - 1].lstrip())]
-            self._act(f"{EDIT} {line} {indentation}{text}")
+            self._act(f"{EDIT} {line} {indentation(lines[line - 1])}{text}")
             changed = line
             if hasty:
                 return

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from agentrl.gym.sandbox import Outcome, Sandbox, same_value
-from agentrl.gym.tasks import Case, Task
+from agentrl.gym.tasks import Case, Task, replaced
 
 Executor = Callable[[str, str, Sequence[tuple[Any, ...]]], list[Outcome]]
 
@@ -99,8 +99,7 @@ class BugFixEnv:
         text = text.strip()
         if not text or "\n" in text:
             return "error: edit needs one line of text\n"
-        old = self._lines[int(number) - 1]
-        self._lines[int(number) - 1] = old[: len(old) - len(old.lstrip())] + text
+        self._lines = replaced(self.source, int(number), text).split("\n")
         return "ok\n"
 
     def _results(self, cases: Sequence[Case]) -> list[tuple[Outcome, bool]]:

@@ -15,7 +15,7 @@ from types import CodeType
 from typing import Any
 
 from agentrl.gym.sandbox import Outcome, same_value
-from agentrl.gym.tasks import Case, Task, copied, make_tasks
+from agentrl.gym.tasks import Case, Task, copied, make_tasks, replaced
 
 NAMES = tuple(
     "cfghjlmopqrstuvwyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -333,14 +333,6 @@ def make_program(rng: random.Random) -> Program:
     name = rng.choice(NAMES)
     source = "\n".join([f"def {name}({', '.join(parameters)}):", *(_INDENT + line for line in body)])
     return Program(name, source, parameters, _arguments(kinds))
-
-
-def replaced(source: str, line: int, text: str) -> str:
-    """The source with its line (1-based) replaced, indentation kept."""
-    lines = source.split("\n")
-    old = lines[line - 1]
-    lines[line - 1] = old[: len(old) - len(old.lstrip())] + text
-    return "\n".join(lines)
 
 
 def all_rewrites(source: str, variables: Sequence[str]) -> list[tuple[str, int, str]]:

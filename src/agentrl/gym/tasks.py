@@ -50,6 +50,18 @@ def copied(value: Any) -> Any:
     return value
 
 
+def indentation(line: str) -> str:
+    """The blanks that a line begins with."""
+    return line[: len(line) - len(line.lstrip())]
+
+
+def replaced(source: str, line: int, text: str) -> str:
+    """The source with its line (1-based) replaced, indentation kept."""
+    lines = source.split("\n")
+    lines[line - 1] = indentation(lines[line - 1]) + text
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True, slots=True)
 class _Draft:
     """A task as written down below: the correct source, the bug as a line, arguments instead of cases."""
@@ -63,15 +75,13 @@ class _Draft:
     hidden: tuple[Arguments, ...]
 
     def task(self) -> Task:
-        lines = self.fixed.split("\n")
-        old = lines[self.line - 1]
-        lines[self.line - 1] = old[: len(old) - len(old.lstrip())] + self.bug
+        source = replaced(self.fixed, self.line, self.bug)
         name = self.fixed[len("def ") : self.fixed.index("(")]
         visible, hidden = (
             tuple(map(Case, cases, reference_values(self.fixed, name, cases)))
             for cases in (self.visible, self.hidden)
         )
-        return Task(name, self.family, "\n".join(lines), self.fixed, visible, hidden)
+        return Task(name, self.family, source, self.fixed, visible, hidden)
 
 
 _DRAFTS = (
