@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer",
-                "programs", "demonstrations")),
+                "rewrites", "programs", "demonstrations")),
     "curriculum": (0, ("pass_rate", "rules", "table", "evidence", "sampler")),
     "plan": (
         0,

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from agentrl.gym.env import EDIT, RUN, SUBMIT, VIEW, BugFixEnv
-from agentrl.gym.programs import Program, all_rewrites, make_buggy, run_trusted
+from agentrl.gym.programs import Program, make_buggy, run_trusted
+from agentrl.gym.rewrites import all_rewrites
 from agentrl.gym.tasks import Task, indentation
 
 

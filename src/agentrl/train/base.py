@@ -2,6 +2,7 @@
 
 # B demonstrations of a batch, T padded width
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -29,8 +30,9 @@ from agentrl.rollout.decode import threads_for
 
 # Modules whose source decides what the supervised start becomes; their text is part of the cache's key.
 _SOURCES = (
-    *("agentrl.gym.tasks", "agentrl.gym.env", "agentrl.gym.tokenizer", "agentrl.gym.programs"),
-    *("agentrl.gym.demonstrations", "agentrl.models.tiny", "agentrl.ops.attention", "agentrl.train.base"),
+    *("agentrl.gym.tasks", "agentrl.gym.env", "agentrl.gym.tokenizer", "agentrl.gym.rewrites"),
+    *("agentrl.gym.programs", "agentrl.gym.demonstrations", "agentrl.models.tiny", "agentrl.ops.attention"),
+    "agentrl.train.base",
 )
 
 
@@ -55,16 +57,18 @@ class BaseConfig:
     demos: DemoConfig = field(default_factory=DemoConfig)
 
 
-def encoded(demo: Demonstration, tok: Tokenizer, max_tokens: int) -> tuple[Tensor, Tensor]:
+def encoded(
+    demo: Demonstration, encode: Callable[[str], list[int]], end_id: int, max_tokens: int
+) -> tuple[Tensor, Tensor]:
     """ids [n] int64 and is_action [n] bool of a demonstration, cut where it outgrows max_tokens."""
-    ids = tok.encode(demo.prompt)
+    ids = list(encode(demo.prompt))
     is_action = [False] * len(ids)
     for turn, action in enumerate(demo.actions):
-        tokens = [*tok.encode(action), tok.end_id]
+        tokens = [*encode(action), end_id]
         ids += tokens
         is_action += [True] * len(tokens)
         if turn < len(demo.observations):
-            tokens = tok.encode(demo.observations[turn])
+            tokens = encode(demo.observations[turn])
             ids += tokens
             is_action += [False] * len(tokens)
     return torch.tensor(ids[:max_tokens]), torch.tensor(is_action[:max_tokens])
@@ -167,9 +171,10 @@ def train_base(
             cfg.num_steps - cfg.num_drill_steps,
         ),
     )
+    encode = functools.cache(tok.encode)  # nine texts of ten have been said before
     plan: list[list[tuple[Tensor, Tensor]]] = []
     for demos, num_steps in lessons:
-        data = [encoded(demo, tok, cfg.max_tokens) for demo in demos]
+        data = [encoded(demo, encode, tok.end_id, cfg.max_tokens) for demo in demos]
         plan += [
             [data[i] for i in batch] for batch in _batches([len(ids) for ids, _ in data], num_steps, cfg)
         ]
