@@ -7,7 +7,7 @@ file, one JSON line each, and never run again: stop it, start it again, or only 
     python benchmarks/curriculum_bugfix.py                           # 6 arms, 8 seeds, 60 steps
     python benchmarks/curriculum_bugfix.py --arms uniform default    # some of them
     python benchmarks/curriculum_bugfix.py --report                  # the tables, from what is there
-    python benchmarks/curriculum_bugfix.py --seeds 2 --steps 3 --base.num-steps 300 --results /tmp/x.jsonl
+    python benchmarks/curriculum_bugfix.py --seeds 2 --steps 3 --base.num-steps 300    # does it run?
 """
 
 import json
