@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer",
                 "rewrites", "programs", "demonstrations")),
-    "curriculum": (0, ("pass_rate", "rules", "table", "evidence", "sampler")),
+    "curriculum": (0, ("pass_rate", "rules", "table", "evidence", "sampler", "presets")),
     "plan": (
         0,
         ("gpus", "models", "configs", "roofline", "engine", "calibrate", "workload", "rollout", "memory",

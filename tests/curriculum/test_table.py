@@ -75,6 +75,9 @@ def test_json_has_no_nan_and_comes_back() -> None:
 def test_load_refuses_columns_that_do_not_fit() -> None:
     table = filled(BetaPosterior(), "a")
     good = table.to_json()
-    for broken in ({}, {**good, "since": []}, {**good, "since": None}):
+    damaged = [{}, {**good, "since": []}, {**good, "since": None}, {**good, "since": ["soon"]}]
+    damaged += [{**good, "state": [[1.0]]}, {**good, "state": [[1.0, "x"]]}]
+    for broken in damaged:
         with pytest.raises(ValueError, match="not the columns of a task table"):
             table.load_json(broken, step=0)  # type: ignore[arg-type]
+    assert table.to_json() == good

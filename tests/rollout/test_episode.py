@@ -1,5 +1,8 @@
 """Tasks are played in groups, in order; the step keeps the groups that have signal."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -144,6 +147,24 @@ def test_a_step_keeps_the_groups_that_mix_passes_and_failures(quick: Quick) -> N
     assert kept == []
 
 
+def test_groups_may_differ_in_size(quick: Quick) -> None:
+    """All ranks' shares together are what one rank alone plays; a group is told from the next by its size."""
+    sizes, rewards = [2, 5, 1, 4], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+
+    def step(make: object, share: Any = None) -> tuple[list[Trajectory], list[Trajectory]]:
+        return sample_step(quick, make, TASKS, TOK, CFG, rng(), share=share, group_sizes=lambda drawn: sizes)  # type: ignore[arg-type]
+
+    kept, sampled = step(rewarded(rewards))
+    assert [len(list(group)) for _, group in itertools.groupby(t.group for t in sampled)] == sizes
+    assert [id(t) for t in kept] == [id(t) for t in [*sampled[2:7], *sampled[8:]]]
+    parts = [step(rewarded([0.0] * 12), lambda count, r=r: range(2 * r, 2 * r + 2))[1] for r in (0, 1)]
+    assert [len(part) for part in parts] == [7, 5]
+    assert [t.episode for part in parts for t in part] == [t.episode for t in sampled]
+    for wrong in ([3] * 3, [3, 3, 3, 0]):
+        with pytest.raises(ValueError, match="one positive count for each of 4 tasks"):
+            sample_groups(quick, make_env, TASKS[:4], TOK, CFG, rng(), group_sizes=wrong)
+
+
 def test_a_step_draws_anew_and_takes_a_small_pool_whole(quick: Quick) -> None:
     state = rng()
     drawn = [
@@ -167,4 +188,4 @@ def test_signal_is_any_difference_of_rewards() -> None:
     assert has_signal(group(0.0, 0.0, 0.5))
     assert not has_signal(group(0.5, 0.5))
     assert not has_signal(group(1.0))
-    assert [len(g) for g in module.groups_of(group(*[0.0] * 6), 3)] == [3, 3]
+    assert [len(g) for g in module.groups_of(group(*[0.0] * 6), [2, 3, 1])] == [2, 3, 1]

@@ -1,6 +1,7 @@
 """The sampler in the trainer: the textbook's rule, every rule's resume, and what the records say."""
 
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,11 +11,14 @@ import torch
 import agentrl as arl
 from agentrl import RLConfig, TaskSampler, train_curriculum, train_rl
 from agentrl.curriculum.sampler import RuleName
+from agentrl.data.weights import token_weights
 from agentrl.gym.tasks import make_tasks
 from agentrl.gym.tokenizer import build_tokenizer
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.rollout import episode
+from agentrl.train import loop
 from agentrl.train.checkpoint import load_checkpoint, save_checkpoint
+from agentrl.train.config import config_to_toml, load_config
 from agentrl.train.curriculum import SampledTasks, make_curriculum
 from agentrl.train.loop import AllTasks, Trainer, bugfix_trainer
 
@@ -103,7 +107,7 @@ def test_estimates_are_the_mean_of_the_last_group() -> None:
         return chosen
 
     def noted_observe(sampled: Any, step: int) -> None:
-        for group in episode.groups_of(sampled, CFG.group_size):
+        for group in episode.groups_of(sampled, [CFG.group_size] * (len(sampled) // CFG.group_size)):
             rates[group[0].info["task"]] = sum(t.reward for t in group) / len(group)
         observe(sampled, step)
 
@@ -161,6 +165,112 @@ def test_the_default_wastes_less_than_the_uniform_curriculum() -> None:
     history = train_rl(new_model(), TASKS, TOK, cfg, 15, curriculum=curriculum)
     late = [record["zero_adv_frac"] for record in history[5:]]
     assert sum(late) / len(late) < 0.25
+
+
+def sized_trainer() -> Trainer:
+    curriculum = make_curriculum("top", TASKS, CFG, varied_sizes=True)
+    return bugfix_trainer(new_model(), TASKS, TOK, CFG, curriculum)
+
+
+def test_group_sizes_move_a_steps_episodes_to_where_the_signal_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes against the sampler's own, advantages against each group alone; the total stays."""
+    trainer, sizes = sized_trainer(), list[list[int]]()
+    batches: list[tuple[Any, Any]] = []
+    original = loop.update_policy
+
+    def noted(policy: Any, optimizer: Any, trajs: Any, advantages: Any, *rest: Any) -> Any:
+        batches.append((trajs, advantages))
+        return original(policy, optimizer, trajs, advantages, *rest)
+
+    monkeypatch.setattr(loop, "update_policy", noted)
+    sample = trainer._sample
+
+    def noted_sample(*args: Any) -> Any:
+        before = trainer.curriculum.state_dict()
+        kept, sampled = sample(*args)
+        runs = [(name, len(list(group))) for name, group in groupby(t.group for t in sampled)]
+        sizes.append([size for _, size in runs])
+        sampler = TaskSampler([task.name for task in TASKS])
+        sampler.load_state_dict(before["sampler"])
+        assert sampler.group_sizes([name for name, _ in runs], 4, trainer.num_steps + 1) == sizes[-1]
+        return kept, sampled
+
+    trainer._sample = noted_sample
+    records = [trainer.step() for _ in range(8)]
+    assert (
+        [record["episodes"] for record in records] == [record["n_episodes"] for record in records] == [12] * 8
+    )
+    assert sizes[0] == [4, 4, 4]
+    assert len({size for step in sizes for size in step}) >= 3
+    assert min(size for step in sizes for size in step) >= 2
+    assert batches
+    for trajs, advantages in batches:
+        for _, group in groupby(range(len(trajs)), key=lambda i: trajs[i].group):
+            rows = list(group)
+            rewards = torch.tensor([trajs[i].reward for i in rows])
+            wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            torch.testing.assert_close(advantages[rows], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_with_prompt_mean_every_task_weighs_alike_whatever_its_group_size() -> None:
+    trainer = sized_trainer()
+    for _ in range(8):
+        trainer.step()
+        trajs = trainer.learned_from
+        if len({sum(t.group == name for t in trajs) for name in {t.group for t in trajs}}) > 1:
+            break
+    else:
+        pytest.fail("no step had two groups of different sizes with signal")
+    totals: dict[str, float] = {}
+    for traj, weights in zip(trajs, token_weights(trajs, "prompt_mean"), strict=True):
+        totals[traj.group] = totals.get(traj.group, 0.0) + float(weights.double().sum())
+    assert list(totals.values()) == pytest.approx([1 / len(totals)] * len(totals), rel=1e-6)
+
+
+def test_a_run_with_group_sizes_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, first, second = sized_trainer(), sized_trainer(), sized_trainer()
+    records = without_seconds([whole.step() for _ in range(6)])
+    halves = [first.step() for _ in range(3)]
+    second.restore(load_checkpoint(save_checkpoint(tmp_path, first.checkpoint(), keep=1)))
+    halves += [second.step() for _ in range(3)]
+    assert without_seconds(halves) == records
+    assert_same_weights(whole.model, second.model)
+    with pytest.raises(ValueError, match="made with curriculum top, group sizes, not top, and cannot"):
+        new_trainer("top").restore(first.checkpoint())
+
+
+def test_a_run_cannot_change_the_settings_of_its_curriculum() -> None:
+    given = {"low": 0.11, "high": None, "fill": False}
+    narrow = bugfix_trainer(new_model(), TASKS, TOK, CFG, make_curriculum("top", TASKS, CFG, given))
+    with pytest.raises(ValueError, match=r"made with curriculum top, low=0\.11, fill=False, not top"):
+        new_trainer("top").restore(narrow.checkpoint())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"curriculum_low": 0.5, "curriculum_high": 0.5}, r"low < high, got \(0\.5, 0\.5\)"),
+        ({"curriculum": "pools", "curriculum_high": 0.2}, r"low < high, got \(0\.2, 0\.2\)"),
+        ({"curriculum_revisit": -0.1}, "revisit is a share below 1 or a whole number of tasks, got -0.1"),
+        ({"curriculum_revisit": 2.5}, "revisit is a share below 1 or a whole number"),
+        ({"curriculum": "uniform", "curriculum_revisit": 0.1}, "uniform draws from all tasks; leave revisit"),
+        ({"curriculum_group_sizes": True, "rl": RLConfig(group_size=1)}, "group_size must be at least 2"),
+    ],
+)
+def test_settings_of_a_curriculum_are_checked_before_the_run(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arl.RunConfig(**given)
+
+
+def test_settings_of_a_curriculum_are_kept_in_the_file_of_the_run(tmp_path: Path) -> None:
+    config = arl.RunConfig(curriculum="band", curriculum_low=0.1, curriculum_revisit=2, curriculum_fill=True)
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(config), encoding="utf-8")
+    assert load_config(path) == config
+    assert config.curriculum_settings == {"low": 0.1, "high": None, "revisit": 2, "fill": True}
+    path.write_text("curriculum_low = 0.9\ncurriculum = 'pools'\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.toml: the band needs low < high"):
+        load_config(path)
 
 
 def test_keys_must_be_the_tasks_names() -> None:

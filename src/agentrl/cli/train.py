@@ -272,7 +272,13 @@ def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
         tasks,
         tok,
         config.rl,
-        make_curriculum(config.curriculum, tasks, config.rl),
+        make_curriculum(
+            config.curriculum,
+            tasks,
+            config.rl,
+            config.curriculum_settings,
+            varied_sizes=config.curriculum_group_sizes,
+        ),
         ranks=ranks,
         reference=reference if config.rl.kl_coef else None,
     )

@@ -239,8 +239,6 @@ class TaskSampler:
             return
         rows = self._table.rows(keys)
         rewards = reward_rows(keys, groups)
-        if step > self._last_step:
-            self._last_step, self._of_step = step, Counts()
         num_usable = (~np.isnan(rewards)).sum(1)
         remaining, num_certain = np.flatnonzero(num_usable), 0
         while remaining.size:  # once, unless a task has several groups: those go in one after the other
@@ -248,6 +246,8 @@ class TaskSampler:
             num_certain += int(self._table.learn(rows[first], rewards[first], step).sum())
             remaining = np.setdiff1d(remaining, first)
         self._table.visit(rows, step)
+        if step > self._last_step:
+            self._last_step, self._of_step = step, Counts()
         for counts in (self._total, self._of_step):
             counts.add(num_usable, num_certain, num_episodes=sum(map(len, groups)))
 

@@ -126,12 +126,11 @@ class TaskTable:
         one that is not in the table is dropped. ValueError, and no change, for columns that do not fit."""
         try:
             saved = {row[0]: row[1:] for row in zip(*(columns[name] for name in COLUMNS), strict=True)}
+            unseen = (self.estimator.initial(), step, step, False, 0)
+            states, *others = zip(*(saved.get(key, unseen) for key in self.keys), strict=True)
+            new_states = np.array([np.array(row, np.float64) for row in states]).reshape(self.states.shape)
+            since, evidence, num_certain = (np.array(others[i], np.int64) for i in (0, 1, 3))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the columns of a task table: {error!r}") from error
-        unseen = (self.estimator.initial(), step, step, False, 0)
-        states, since, evidence, visited, num_certain = zip(
-            *(saved.get(key, unseen) for key in self.keys), strict=True
-        )
-        self.states = np.array([np.array(row, np.float64) for row in states])
-        self.since, self.evidence = np.array(since, np.int64), np.array(evidence, np.int64)
-        self.visited, self.num_certain = np.array(visited, np.bool_), np.array(num_certain, np.int64)
+        self.states, self.since, self.evidence = new_states, since, evidence
+        self.visited, self.num_certain = np.array(others[2], np.bool_), num_certain

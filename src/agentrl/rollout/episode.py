@@ -1,5 +1,6 @@
 """Plays tasks in an environment: text for the environment, tokens for the policy."""
 
+import itertools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -176,13 +177,19 @@ def sample_groups(
     generator: torch.Generator,
     *,
     share: range | None = None,
+    group_sizes: Sequence[int] | None = None,
 ) -> list[Trajectory]:
     """cfg.group_size trajectories of every task, groups contiguous, in the order of the tasks.
 
-    With `share` only those of tasks[share]; each is the same whichever others are sampled.
+    `group_sizes` gives every task a number of its own instead. With `share` only those of tasks[share]; each
+    is the same whichever others are sampled. Raises ValueError where sizes do not fit the tasks.
     """
-    size = cfg.group_size
-    repeated = [task for task in tasks for _ in range(cfg.group_size)]
+    sizes = [cfg.group_size] * len(tasks) if group_sizes is None else list(group_sizes)
+    if len(sizes) != len(tasks) or min(sizes, default=1) < 1:
+        raise ValueError(
+            f"group_sizes must be one positive count for each of {len(tasks)} tasks, got {sizes}"
+        )
+    repeated = [task for task, size in zip(tasks, sizes, strict=True) for _ in range(size)]
     trajs, _ = play(
         model,
         make_env,
@@ -191,7 +198,7 @@ def sample_groups(
         max_tokens=cfg.max_tokens,
         temperature=cfg.temperature,
         generator=generator,
-        share=None if share is None else range(share.start * size, share.stop * size),
+        share=None if share is None else range(sum(sizes[: share.start]), sum(sizes[: share.stop])),
     )
     return trajs
 
@@ -205,11 +212,13 @@ def sample_step(
     generator: torch.Generator,
     *,
     share: Callable[[int], range] | None = None,
+    group_sizes: Callable[[Sequence[Any]], Sequence[int]] | None = None,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """(kept, sampled): groups of cfg.prompts_per_step tasks drawn from the pool without replacement.
 
     With `share`, only the groups that it picks of the count it is given, as one of several ranks does: those
-    of all ranks together are what one rank alone samples. A smaller pool is taken whole. `kept` leaves out
+    of all ranks together are what one rank alone samples. A smaller pool is taken whole. `group_sizes` says
+    how many episodes each of the drawn tasks has (default: cfg.group_size). `kept` leaves out
     groups without signal, those whose rewards are all equal, and episodes that broke, which say nothing about
     the policy: the rest of their group is compared without them.
     Raises ValueError where the pool is empty.
@@ -218,14 +227,18 @@ def sample_step(
         raise ValueError("the pool of tasks is empty; give at least one task")
     chosen = torch.randperm(len(pool), generator=generator)[: cfg.prompts_per_step].tolist()
     mine = None if share is None else share(len(chosen))
-    sampled = sample_groups(model, make_env, [pool[i] for i in chosen], tok, cfg, generator, share=mine)
-    groups = ([traj for traj in group if not broke(traj)] for group in groups_of(sampled, cfg.group_size))
+    drawn = [pool[i] for i in chosen]
+    sizes = [cfg.group_size] * len(drawn) if group_sizes is None else group_sizes(drawn)
+    sampled = sample_groups(model, make_env, drawn, tok, cfg, generator, share=mine, group_sizes=sizes)
+    own = sizes if mine is None else sizes[mine.start : mine.stop]
+    groups = ([traj for traj in group if not broke(traj)] for group in groups_of(sampled, own))
     return [traj for group in groups if has_signal(group) for traj in group], sampled
 
 
-def groups_of(trajs: Sequence[Trajectory], group_size: int) -> list[Sequence[Trajectory]]:
-    """Contiguous groups of group_size trajectories."""
-    return [trajs[i : i + group_size] for i in range(0, len(trajs), group_size)]
+def groups_of(trajs: Sequence[Trajectory], sizes: Sequence[int]) -> list[Sequence[Trajectory]]:
+    """Contiguous groups of these sizes."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [trajs[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def broke(traj: Trajectory) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 import tomli_w
 import tyro
 
+from agentrl.curriculum.presets import preset
 from agentrl.curriculum.rules import RULES
 from agentrl.curriculum.sampler import RuleName
 from agentrl.data.advantages import ADVANTAGES
@@ -130,6 +131,19 @@ class RunConfig:
     """Training steps."""
     curriculum: RuleName = "top"
     """Which tasks a step plays: top (largest expected signal), band (the textbook), uniform (any), ..."""
+    curriculum_low: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Tasks with an estimated pass rate of at most this are too hard. Default: 0; for pools 0.2."""
+    curriculum_high: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Tasks with an estimated pass rate of at least this are too easy. Default: 1; for pools 0.8."""
+    curriculum_revisit: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Slots for forgotten tasks: a share of all if below 1, else tasks a step. Default: 0.1; for band 1."""
+    curriculum_fill: Annotated[bool | None, tyro.conf.arg(metavar="{True,False}", help_behavior_hint="")] = (
+        None
+    )
+    """Whether slots that the rule leaves empty are played all the same. Default: True; for band False."""
+    curriculum_group_sizes: bool = False
+    """Give tasks with more expected signal larger groups; a step's episodes stay the same. Tasks then weigh
+    alike only with loss_mode prompt_mean."""
     eval_samples: int = 16
     """Episodes a held-out task, in every evaluation."""
     eval_every: int = 20
@@ -157,6 +171,19 @@ class RunConfig:
         )
         for name in ("eval_samples", "checkpoint_every", "keep_checkpoints", "threads"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        preset(self.curriculum, ["any"], **self.curriculum_settings)  # raises for what does not fit
+        wanted = "at least 2 where curriculum_group_sizes is set"
+        _require(
+            self.rl.group_size >= 2 or not self.curriculum_group_sizes,
+            "group_size",
+            self.rl.group_size,
+            wanted,
+        )
+
+    @property
+    def curriculum_settings(self) -> dict[str, Any]:
+        """The settings of the curriculum, as `preset` takes them; None is the rule's own."""
+        return {name: getattr(self, f"curriculum_{name}") for name in ("low", "high", "revisit", "fill")}
 
 
 def known_keys(config: type = RunConfig, prefix: str = "") -> list[str]:

@@ -1,8 +1,9 @@
 """The task sampler as the trainer's curriculum, and training with the textbook's rule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentrl.curriculum.presets import preset
 from agentrl.curriculum.sampler import RuleName, TaskSampler
 from agentrl.data.trajectory import Trajectory
 from agentrl.models.policy import Policy
@@ -15,19 +16,33 @@ class SampledTasks:
     """A curriculum in which a `TaskSampler` says what each step may draw from.
 
     The sampler's keys are the tasks' names, `num_slots` the tasks of a step. `name` tells curricula apart: a
-    run cannot change its own.
+    run cannot change its own. With `varied_sizes`, tasks with more expected signal have larger groups.
     """
 
-    def __init__(self, tasks: Sequence[NamedTask], sampler: TaskSampler, num_slots: int, name: str) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[NamedTask],
+        sampler: TaskSampler,
+        num_slots: int,
+        name: str,
+        *,
+        varied_sizes: bool = False,
+    ) -> None:
         self.sampler, self.name = sampler, name
         self._by_name = {task.name: task for task in tasks}
-        self._num_slots = num_slots
+        self._num_slots, self._varied_sizes = num_slots, varied_sizes
         if self._by_name.keys() != set(sampler.keys):
             raise ValueError("the sampler's keys must be the names of the tasks")
 
     def pool(self, step: int) -> Sequence[Any]:
         """The tasks that the sampler offers for `step`."""
         return [self._by_name[str(key)] for key in self.sampler.pool(self._num_slots, step)]
+
+    def group_sizes(self, chosen: Sequence[NamedTask], group_size: int, step: int) -> list[int]:
+        """Episodes of each of the tasks that `step` drew; their sum is len(chosen) * group_size."""
+        if not self._varied_sizes:
+            return [group_size] * len(chosen)
+        return self.sampler.group_sizes([task.name for task in chosen], group_size, step)
 
     def observe(self, sampled: Sequence[Trajectory], step: int) -> None:
         """Let the sampler learn from the rewards; episodes that broke are no evidence."""
@@ -51,20 +66,25 @@ class SampledTasks:
         self.sampler.load_state_dict(state["sampler"])
 
 
-def make_curriculum(rule: RuleName, tasks: Sequence[NamedTask], cfg: RLConfig) -> SampledTasks:
+def make_curriculum(
+    rule: RuleName,
+    tasks: Sequence[NamedTask],
+    cfg: RLConfig,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    varied_sizes: bool = False,
+) -> SampledTasks:
     """The curriculum of `agentrl train --curriculum RULE`, seeded with cfg.seed.
 
-    `uniform` draws from all tasks, number for number as no curriculum does; `band` is the textbook's rule;
-    `pools` calls a task hard up to a pass rate of .2 and easy from .8 on; the others are the sampler's own.
+    `settings` are those of `preset`: low, high, revisit, fill. `uniform` draws from all tasks, number for
+    number as no curriculum does.
     """
-    names = [task.name for task in tasks]
-    if rule == "band":
-        sampler = TaskSampler.textbook(names, seed=cfg.seed)
-    elif rule == "pools":
-        sampler = TaskSampler(names, select=rule, low=0.2, high=0.8, seed=cfg.seed)
-    else:
-        sampler = TaskSampler(names, select=rule, seed=cfg.seed)
-    return SampledTasks(tasks, sampler, cfg.prompts_per_step, rule)
+    given = {name: value for name, value in (settings or {}).items() if value is not None}
+    sampler = preset(rule, [task.name for task in tasks], **given, seed=cfg.seed)
+    name = ", ".join([rule, *(f"{key}={value}" for key, value in given.items())])
+    if varied_sizes:
+        name += ", group sizes"
+    return SampledTasks(tasks, sampler, cfg.prompts_per_step, name, varied_sizes=varied_sizes)
 
 
 def train_curriculum(

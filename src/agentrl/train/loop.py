@@ -37,6 +37,10 @@ class Curriculum(Protocol):
         """Tasks that step `step` (from 1) samples from."""
         ...
 
+    def group_sizes(self, chosen: Sequence[Any], group_size: int, step: int) -> Sequence[int]:
+        """Episodes of each of the tasks that step `step` drew; group_size each, or as many in all."""
+        ...
+
     def observe(self, sampled: Sequence[Trajectory], step: int) -> None:
         """See all trajectories that step `step` sampled."""
         ...
@@ -63,6 +67,10 @@ class AllTasks:
     def pool(self, step: int) -> Sequence[Any]:
         """All tasks."""
         return self.tasks
+
+    def group_sizes(self, chosen: Sequence[Any], group_size: int, step: int) -> Sequence[int]:
+        """The same for all."""
+        return [group_size] * len(chosen)
 
     def observe(self, sampled: Sequence[Trajectory], step: int) -> None:
         """Nothing is learnt."""
@@ -241,21 +249,35 @@ def bugfix_trainer(
     reference: Policy | None = None,
 ) -> Trainer:
     """A trainer in the BugFix environment; without a curriculum, every step draws from all `tasks`."""
+    curriculum = curriculum or AllTasks(tasks)
+
+    def group_sizes(chosen: Sequence[Any]) -> Sequence[int]:
+        return curriculum.group_sizes(chosen, cfg.group_size, trainer.num_steps + 1)
 
     def sample(
         policy: Policy, pool: Sequence[Any], generator: torch.Generator
     ) -> tuple[list[Trajectory], list[Trajectory]]:
-        return sample_step(policy, lambda: make_env(cfg), pool, tok, cfg, generator, share=ranks.share)
+        return sample_step(
+            policy,
+            lambda: make_env(cfg),
+            pool,
+            tok,
+            cfg,
+            generator,
+            share=ranks.share,
+            group_sizes=group_sizes,
+        )
 
-    return Trainer(
+    trainer = Trainer(
         model,
         cfg,
-        curriculum or AllTasks(tasks),
+        curriculum,
         sample,
         pad_id=tok.pad_id,
         ranks=ranks,
         reference=reference,
     )
+    return trainer
 
 
 def train_rl(

@@ -1,0 +1,162 @@
+"""The sampler's promises, for every rule with every estimator and whatever the episodes bring."""
+
+import json
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.curriculum.pass_rate import EMA, BetaPosterior, DiscountedVariance, LastGroup, WindowMean
+from agentrl.curriculum.presets import preset
+from agentrl.curriculum.rules import RULES
+from agentrl.curriculum.sampler import TaskSampler
+
+PAIRS: list[tuple[Any, Any]] = [
+    (rule, estimator)
+    for rule in RULES
+    for estimator in (LastGroup(), WindowMean(3), EMA(), BetaPosterior(), DiscountedVariance())
+    if (estimator.is_pass_rate or rule not in ("band", "pools"))
+    and (rule != "thompson" or isinstance(estimator, BetaPosterior))
+]
+REWARDS = st.sampled_from([0.0, 1.0, None, math.nan])
+# Each step's groups: what anything may do, and the corners: all solved, all failed, all broken, none played.
+GROUPS = st.one_of(
+    st.lists(REWARDS, max_size=5),
+    st.sampled_from([[1.0] * 4, [0.0] * 4, [None] * 4, [math.nan] * 2, []]),
+)
+REVISITS = st.sampled_from([0.07, 0.1, 0.25, 0.9, 1, 3])
+
+
+def ids(value: Any) -> str:
+    return value if isinstance(value, str) else type(value).__name__
+
+
+def test_every_estimator_meets_every_rule_that_it_can() -> None:
+    assert len(PAIRS) == 29
+    assert {rule for rule, _ in PAIRS} == set(RULES)
+
+
+@pytest.mark.parametrize(("rule", "estimator"), PAIRS, ids=ids)
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_n_distinct_tasks_and_figures_whatever_is_observed(
+    rule: Any, estimator: Any, data: st.DataObject
+) -> None:
+    num_tasks, n = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    sampler = TaskSampler(range(num_tasks), estimator, rule, revisit=data.draw(REVISITS))
+    for step in range(data.draw(st.integers(1, 12))):
+        keys = sampler.select(n, step)
+        assert len(keys) == len(set(keys)) == min(n, num_tasks)
+        sampler.observe_groups(keys, [data.draw(GROUPS) for _ in keys], step)
+        json.dumps([sampler.metrics(), sampler.state_dict()], allow_nan=False)
+        sizes = sampler.group_sizes(keys, 4, step)
+        assert sum(sizes) == 4 * len(keys)
+        assert 2 <= min(sizes) <= max(sizes) <= 16
+
+
+@given(
+    pair=st.sampled_from([pair for pair in PAIRS if pair[0] != "uniform"]),  # chance bounds nothing
+    num_tasks=st.integers(1, 12),
+    n=st.integers(1, 6),
+    revisit=REVISITS,
+    groups=st.lists(GROUPS, min_size=1, max_size=7),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_task_is_forgotten_for_longer_than_two_rounds(
+    pair: tuple[Any, Any], num_tasks: int, n: int, revisit: float, groups: list[list[float | None]]
+) -> None:
+    rule, estimator = pair
+    if rule == "band" and revisit >= 1:
+        revisit = 0.9  # a whole number is the textbook's, at random
+    sampler = TaskSampler(range(num_tasks), estimator, rule, revisit=revisit)
+    bound = 2 * math.ceil(num_tasks / min(revisit if revisit >= 1 else revisit * n, n))
+    visits: dict[Any, list[int]] = {key: [-1] for key in range(num_tasks)}
+    num_steps = min(bound + 3, 60)
+    for step in range(num_steps):
+        keys = sampler.select(n, step)
+        for key in keys:
+            visits[key].append(step)
+        # What a task brings depends on the task alone: some look good for ever, others hopeless.
+        sampler.observe_groups(keys, [groups[int(key) % len(groups)] for key in keys], step)
+    for steps in visits.values():
+        assert max(b - a for a, b in pairwise([*steps, num_steps])) <= bound
+
+
+@pytest.mark.parametrize(("rule", "estimator"), PAIRS, ids=ids)
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(
+    rule: Any, estimator: Any, data: st.DataObject
+) -> None:
+    """Through JSON, and with tasks that come and go before and after."""
+    sampler = TaskSampler(range(8), estimator, rule, seed=1)
+    fill = sampler.select(3, 0)
+    sampler.observe_groups(fill, [data.draw(GROUPS) for _ in fill], 0)
+    sampler.add(["new"], 1)
+    sampler.remove([0, 5])
+    for step in range(1, data.draw(st.integers(2, 6))):
+        keys = sampler.select(3, step)
+        sampler.observe_groups(keys, [data.draw(GROUPS) for _ in keys], step)
+    other = TaskSampler(sampler.keys, estimator, rule, seed=2)
+    other.load_state_dict(json.loads(json.dumps(sampler.state_dict(), allow_nan=False)))
+    for step in range(6, 12):
+        groups = [data.draw(GROUPS) for _ in range(3)]
+        keys = [each.select(3, step) for each in (sampler, other)]
+        assert keys[0] == keys[1]
+        for each in (sampler, other):
+            each.observe_groups(keys[0], groups, step)
+            if step == 8:
+                each.remove([keys[0][0]])
+                each.add([f"late {keys[0][0]}"], step)
+    assert other.state_dict() == sampler.state_dict()
+    assert other.metrics() == sampler.metrics()
+
+
+@given(groups=st.lists(GROUPS, min_size=3, max_size=3), bad=st.sampled_from(["key", "reward"]))
+@settings(max_examples=15, deadline=None)
+def test_what_is_refused_changes_nothing(groups: list[list[float | None]], bad: str) -> None:
+    sampler = TaskSampler(["a", "b", "c"])
+    sampler.observe_groups(["a", "b", "c"], groups, 0)
+    before = json.dumps(sampler.state_dict())
+    with pytest.raises(ValueError, match=r"unknown task key 'z'|infinite reward|got a reward of 0\.5"):
+        sampler.observe_groups(
+            ["a", "z" if bad == "key" else "b"], [[1.0, 0.0], [0.5 if bad == "reward" else 1.0]], 1
+        )
+    assert json.dumps(sampler.state_dict()) == before
+    assert sampler.select(3, 2)
+
+
+# presets
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_preset_is_its_rule_with_the_settings_given(rule: Any) -> None:
+    sampler = preset(rule, range(6))
+    assert sampler.keys == tuple(range(6))
+    plain = TaskSampler.textbook(range(6)) if rule == "band" else TaskSampler(range(6), select=rule)
+    assert sampler.state_dict() == plain.state_dict()
+
+
+def test_the_settings_of_a_preset_reach_its_sampler() -> None:
+    sure = {"a": [1.0] * 8, "b": [0.0] * 8, "c": [1.0, 0.0] * 4}
+
+    def seen(rule: Any, **given: Any) -> TaskSampler:
+        sampler = preset(rule, sure, **given)
+        sampler.observe_groups(list(sure), list(sure.values()), 0)
+        return sampler
+
+    assert seen("top", low=0.11, high=0.89, fill=False).select(3, 1) == ["c"]
+    assert len(seen("top", low=0.11, high=0.89).select(3, 1)) == 3
+    assert seen("band", revisit=0).pool(3, 1) == ["c"]
+    assert len(seen("band").pool(3, 1)) == 2  # the band, and one revisit
+    assert set(seen("band", revisit=0, fill=True).pool(3, 1)) == set(sure)
+    assert seen("band", revisit=0, high=2).pool(3, 1) == ["a", "c"]
+    assert seen("pools").metrics()["num_inside"] == 1
+    assert seen("pools", low=0.05, high=0.95).metrics()["num_inside"] == 3  # .1, .9: one prior episode each
+    with pytest.raises(ValueError, match="uniform draws from all tasks; leave low, fill out"):
+        preset("uniform", sure, low=0.1, fill=False)
+    with pytest.raises(ValueError, match=r"low < high, got \(0\.9, 0\.8\)"):
+        preset("pools", sure, low=0.9)
