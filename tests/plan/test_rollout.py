@@ -112,7 +112,9 @@ def test_the_batch_is_what_the_cache_holds() -> None:
 
 
 def test_a_sequence_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a sequence of 1,000,000 tokens does not fit .* --tensor-parallel"):
+    with pytest.raises(
+        ValueError, match=r"a sequence of 1,000,000 tokens \(--context\) does not fit .* --tensor-parallel"
+    ):
         played(context=1e6)
     with pytest.raises(ValueError, match="at least one engine"):
         played(num_engines=0)

@@ -71,10 +71,11 @@ def play(
     context = generation.context or lifetime_context(workload, lengths)
     fit = engine.max_sequences(context)
     if fit < 1:
+        cause = "--context" if generation.context else "from --tokens and --length-cv"
         raise ValueError(
-            f"a sequence of {context:,.0f} tokens does not fit the cache of {engine.tensor_parallel} x "
-            f"{engine.gpu.name} ({engine.pool_bytes / 1e9:.1f} GB, {fit:.2f} sequences); raise "
-            "--tensor-parallel, or use --kv-bits 8"
+            f"a sequence of {context:,.0f} tokens ({cause}) does not fit the cache of "
+            f"{engine.tensor_parallel} x {engine.gpu.name} ({engine.pool_bytes / 1e9:.1f} GB, {fit:.2g} of "
+            "one); raise --tensor-parallel (up to --gpus), or lower --kv-bits"
         )
     prefill = prefill_tokens(workload, generation.prefix_cache) / workload.sampled
     wait = workload.wait_seconds / workload.sampled
