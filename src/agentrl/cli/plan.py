@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import tyro
 from typing_extensions import Doc
@@ -21,6 +21,10 @@ from agentrl.plan.hours import Plan, both_schedules, first_order
 from agentrl.plan.inputs import Range, check_ranges, flag_of, notes_of, ranges_of, read_text
 from agentrl.plan.workload import Generation, Schedule, Training, Workload
 
+# tyro checks the default of an `X | None` with typeguard, which takes a tenth of a second to load
+Number = Optional[float]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
@@ -35,24 +39,22 @@ class PlanOptions:
         Schedule, Doc("all generate and then all train, or some generate while some train")
     ] = "synchronous"
     parameters: Annotated[
-        float | None,
+        Number,
         Doc("N of the first-order sums; unset: the model card's number"),
         Range(1e3, 1e15, "parameters"),
     ] = None
-    trajectories: Annotated[Path | None, Doc("a trajectory file to take the episodes' shape from")] = None
+    trajectories: Annotated[File, Doc("a trajectory file to take the episodes' shape from")] = None
     skip_bad: Annotated[bool, Doc("read past records of that file that cannot be read")] = False
-    gpu_file: Annotated[Path | None, Doc("a TOML file that defines more GPUs")] = None
-    engine_file: Annotated[Path | None, Doc("constants that `agentrl plan calibrate` wrote")] = None
-    step_seconds: Annotated[float | None, Doc("fixed seconds of a decode step")] = None
-    sequence_seconds: Annotated[float | None, Doc("seconds that each sequence adds to a decode step")] = None
-    bandwidth_share: Annotated[float | None, Doc("share of the memory bandwidth that decoding reaches")] = (
-        None
-    )
-    compute_share: Annotated[float | None, Doc("share of the peak arithmetic that prefill reaches")] = None
-    overhead_bytes: Annotated[float | None, Doc("memory of the engine outside weights and cache")] = None
-    memory_utilization: Annotated[float | None, Doc("share of a GPU's memory that the engine takes")] = None
+    gpu_file: Annotated[File, Doc("a TOML file that defines more GPUs")] = None
+    engine_file: Annotated[File, Doc("constants that `agentrl plan calibrate` wrote")] = None
+    step_seconds: Annotated[Number, Doc("fixed seconds of a decode step")] = None
+    sequence_seconds: Annotated[Number, Doc("seconds that each sequence adds to a decode step")] = None
+    bandwidth_share: Annotated[Number, Doc("share of the memory bandwidth that decoding reaches")] = None
+    compute_share: Annotated[Number, Doc("share of the peak arithmetic that prefill reaches")] = None
+    overhead_bytes: Annotated[Number, Doc("memory of the engine outside weights and cache")] = None
+    memory_utilization: Annotated[Number, Doc("share of a GPU's memory that the engine takes")] = None
     json: Annotated[bool, Doc("print JSON instead of text")] = False
-    html: Annotated[Path | None, Doc("write a self-contained page to this file too")] = None
+    html: Annotated[File, Doc("write a self-contained page to this file too")] = None
     workload: tyro.conf.OmitArgPrefixes[Workload] = field(default_factory=Workload)
     generation: tyro.conf.OmitArgPrefixes[Generation] = field(default_factory=Generation)
     training: tyro.conf.OmitArgPrefixes[Training] = field(default_factory=Training)

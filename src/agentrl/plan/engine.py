@@ -11,6 +11,7 @@ decode steps that it shares the GPU with. The four constants are fitted to measu
 
 import math
 import tomllib
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated
 
@@ -135,18 +136,30 @@ class Engine:
         held = self.sequence_bytes(context)
         return self.pool_bytes / held if held > 0 else math.inf
 
+    def decode_pace(self, context: float) -> Callable[[float], float]:
+        """Sequences -> seconds of one decode step of so many on `context` tokens each, without prefill.
+
+        What their number does not change is worked out once.
+        """
+        c, ways, shape = self.constants, self.tensor_parallel, self.shape
+        cache = self.sequence_bytes(context)
+        flops = 2 * shape.active_parameters + shape.decode_flops_per_token(context)
+        bytes_per_second = ways * c.bandwidth_share * self.gpu.bytes_per_second
+        flops_per_second = ways * c.compute_share * self.gpu.flops_per_second
+        reduce = 2 * shape.num_layers * self.allreduce_seconds if ways > 1 else 0.0
+        dense = None if shape.experts else shape.read_parameters(1)
+
+        def seconds(batch: float) -> float:
+            weights = shape.read_parameters(batch) if dense is None else dense
+            read = weights * self.weight_bytes_each + batch * cache
+            bound = max(read / bytes_per_second, batch * flops / flops_per_second)
+            return c.step_seconds + bound + batch * c.sequence_seconds + reduce
+
+        return seconds
+
     def decode_seconds(self, batch: float, context: float) -> float:
         """Seconds of one decode step of `batch` sequences on `context` tokens each, without prefill."""
-        c, ways = self.constants, self.tensor_parallel
-        weights = self.shape.read_parameters(batch) * self.weight_bytes_each
-        read = (weights + batch * self.sequence_bytes(context)) / ways
-        flops = batch * (2 * self.shape.active_parameters + self.shape.decode_flops_per_token(context)) / ways
-        bound = max(
-            read / (c.bandwidth_share * self.gpu.bytes_per_second),
-            flops / (c.compute_share * self.gpu.flops_per_second),
-        )
-        reduce = 2 * self.shape.num_layers * self.allreduce_seconds if ways > 1 else 0.0
-        return c.step_seconds + bound + batch * c.sequence_seconds + reduce
+        return self.decode_pace(context)(batch)
 
     def prefill_seconds_per_token(self, context: float) -> float:
         """Seconds a prefilled token takes when it reads `context` earlier tokens on average."""

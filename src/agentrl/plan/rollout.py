@@ -81,13 +81,17 @@ def play(
     wait = workload.wait_seconds / workload.sampled
     episodes = workload.generated_episodes / num_engines
     slots = min(math.floor(generation.batch), math.floor(fit), max(1, math.ceil(episodes)))
-    full = engine.step_seconds(slots, context, prefill, context)
+    decode_seconds = engine.decode_pace(context)
+    prefill_seconds = prefill * engine.prefill_seconds_per_token(context)  # beside a sampled token
+
+    def step_seconds(decoding: float) -> float:
+        return decode_seconds(decoding) + decoding * prefill_seconds
 
     def per_token(active: float) -> float:
         # seconds between two tokens of one sequence, its tools included
         decoding, step = active, 0.0  # the map is a contraction: a step grows less than in proportion
         for _ in range(50):
-            step = engine.step_seconds(decoding, context, prefill, context)
+            step = step_seconds(decoding)
             trial = active * step / (step + wait)
             if abs(trial - decoding) < 1e-6 * active:
                 break
@@ -102,8 +106,8 @@ def play(
         seconds = drain_seconds(workload.sampled, lengths, episodes, slots, per_token)
     return Rollout(
         seconds=seconds,
-        decode_seconds=sampled * engine.decode_seconds(slots, context) / slots,
-        prefill_seconds=sampled * (full - engine.decode_seconds(slots, context)) / slots,
+        decode_seconds=sampled * decode_seconds(slots) / slots,
+        prefill_seconds=sampled * prefill_seconds,
         batch=slots,
         decoding=slots * (first - wait) / first,
         context=context,
