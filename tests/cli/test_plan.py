@@ -16,7 +16,6 @@ import agentrl
 from agentrl.cli import plan as plan_command
 from agentrl.cli.main import main
 from agentrl.cli.plan_episodes import episodes_of
-from agentrl.cli.plan_flags import check_flags
 from agentrl.data.trajectory import Trajectory
 from agentrl.plan.engine import EngineConstants
 from agentrl.plan.hours import Plan
@@ -51,16 +50,29 @@ def test_both_estimates_side_by_side(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_assumption_is_shown_with_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--mfu", "0.3", "--no-prefix-cache")
-    shown = dict(re.findall(r"^  (--[\w-]+) \S+ +(\w+) ", text, flags=re.M))
+    rows = re.findall(r"^  (--[\w-]+) (\S+) +(\w+) ", text, flags=re.M)
+    origins = {flag: origin for flag, _, origin in rows}
+    run = ["--model", "--parameters", "--gpu", "--gpus", "--schedule"]
     parts = (plan_command.Workload, plan_command.Generation, plan_command.Training)
-    assert len(shown) == sum(len(fields(part)) for part in parts) + len(ranges_of(EngineConstants))
-    assert {flag for flag, origin in shown.items() if origin == "given"} == {
-        "--episodes", "--tokens", "--sampled", "--context", "--mfu", "--prefix-cache",
+    assert list(origins)[:5] == run
+    assert len(origins) == 5 + sum(len(fields(part)) for part in parts) + len(ranges_of(EngineConstants))
+    assert {flag for flag, origin in origins.items() if origin == "given"} == {
+        "--model", "--gpu", "--gpus", "--episodes", "--tokens", "--sampled", "--context", "--mfu",
+        "--prefix-cache",
     }  # fmt: skip
-    assert shown["--tool-seconds"] == "assumed"
-    assert shown["--bandwidth-share"] == "engine"
-    for flag in set(shown) - {"--logits"}:  # each can be typed
-        check_flags([flag, "8"], (plan_command.PlanOptions, *parts))
+    assert (origins["--tool-seconds"], origins["--parameters"]) == ("assumed", "model")
+    assert origins["--bandwidth-share"] == "engine"
+    assert "989 TFLOP/s of dense bfloat16, 4,800 GB/s, 150.8 GB (NVIDIA H200" in text
+
+
+def test_the_assumptions_can_be_typed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--mfu", "0.3", "--no-prefix-cache")
+    again: list[str] = []
+    for flag, value in re.findall(r"^  (--[\w-]+) (\S+) +\w+ ", text, flags=re.M):
+        again += {"yes": [flag], "no": [flag.replace("--", "--no-", 1)]}.get(value, [flag, value])
+    assert main(["plan", *again]) == 0
+    table = text.split("\n\n")[1]
+    assert capsys.readouterr().out.split("\n\n")[1] == table
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +130,10 @@ def test_the_answer_of_the_other_schedule(capsys: pytest.CaptureFixture[str]) ->
         (["--episodes", "1e3"], "--episodes takes a whole number, got '1e3'; write 1000"),
         (["--mfu=much"], "--mfu takes a number, got 'much'"),
         (["--batch"], "--batch needs a value"),
+        (["--gpu", "--batch", "8"], "--gpu needs a value"),
+        (["--no-mfu"], "no option --no-mfu; did you mean --mfu?"),
+        (["-x"], "no option -x; --help lists them"),
+        (["calibrate"], "'calibrate' belongs to no option"),
         (["--schedule", "both"], "--schedule must be one of synchronous, overlapped, got 'both'"),
         (["--kv-bits", "7"], "--kv-bits must be one of 16, 8, 4, got '7'"),
         (["--context", "1000000"], "a sequence of 1,000,000 tokens (--context) does not fit"),
@@ -173,12 +189,15 @@ def test_calibrate_and_use_its_constants(
         (["--rows", "0"], "--rows must be at least 1, got 0"),
         (["--cache-tokens", "0"], "--cache-tokens must be at least 1, got 0"),
         (["--cache-tokens", "1000000"], "1,000,000 tokens of cache cannot be: "),
+        (["other.csv"], "'other.csv' belongs to no option"),
         (["--weight-bits", "7"], "--weight-bits must be one of 16, 8, 4, got '7'"),
     ]:
         assert main(["plan", "calibrate", str(csv), *args]) == 2
         err = capsys.readouterr().err
         assert says in err
         assert err.count("\n") == 1
+    assert main(["plan", "calibrate", "--rows", "5"]) == 2
+    assert capsys.readouterr().err == "agentrl plan: name a CSV file of measurements\n"
 
 
 PARTS = (plan_command.Workload, plan_command.Generation, plan_command.Training, EngineConstants, Plan)
@@ -209,7 +228,7 @@ def test_small_runs_keep_digits_that_count(capsys: pytest.CaptureFixture[str]) -
     rows = {line.split("  ")[0]: line.split()[-3:] for line in text.splitlines() if line}
     assert all(len(figure.replace(".", "").strip("0")) >= 2 for figure in rows["sum"])
     assert " 0 GPU-hours" not in text
-    assert "0.00000" not in rows["GPU-hours, 1 steps"]
+    assert "0.00000" not in rows["GPU-hours, 1 step"]
     assert json.loads(printed(capsys, "--json", *small))["first_order"]["run_gpu_hours"] > 0
 
 
@@ -310,7 +329,7 @@ def test_trajectories_of_another_program(capsys: pytest.CaptureFixture[str], sha
 def test_the_documentation_shows_real_output(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     blocks = re.findall(r"```console\n\$ agentrl ([^\n]+)\n(.*?)```", text, flags=re.S)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for command, shown in blocks:
         main(shlex.split(command))
         out, err = capsys.readouterr()

@@ -41,6 +41,18 @@ def test_five_published_rows_foretell_the_others(published: list[Measurement]) -
     assert result.max_error == pytest.approx(0.2226, abs=5e-4)
 
 
+@pytest.mark.parametrize(
+    ("setting", "rate"),
+    [((2048, 2048, 64), 3463), ((128, 1024, 256), 13567), ((8192, 512, 32), 951), ((1024, 128, 128), 3349)],
+)
+def test_rows_that_anyone_can_look_up(
+    published: list[Measurement], setting: tuple[int, int, int], rate: int
+) -> None:
+    row = next(row for row in published if row.setting == setting)
+    assert round(row.output_tokens_per_second) == rate
+    assert ENGINE.serving_tokens_per_second(*setting) == pytest.approx(rate, rel=0.10)  # none was fitted
+
+
 def test_the_shipped_constants_are_that_fit(published: list[Measurement], shared_data: Path) -> None:
     result = fit(ENGINE, published, choose_rows(ENGINE, published))
     for name, value in asdict(VLLM_0_30_0).items():

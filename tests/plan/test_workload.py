@@ -22,7 +22,7 @@ from agentrl.plan.workload import Generation, Lengths, Training, Workload, logno
         (Generation(batch=0), "--batch"),
         (Generation(context=0), "--context must be at least 1, got 0"),
         (Generation(busy=0), "--busy"),
-        (Generation(kv_bits=7), "--kv-bits must be 16, 8 or 4"),
+        (Generation(kv_bits=7), "--kv-bits must be 16, 8 or 4"),  # type: ignore[arg-type]
         (Generation(kv_shrink=0), "--kv-shrink"),
         (Generation(allreduce_seconds=-1), "--allreduce-seconds"),
         (Training(mfu=1.1), "--mfu must be at most 1, got 1.1"),

@@ -130,7 +130,7 @@ def _constants(options: PlanOptions) -> EngineConstants:
 
 
 def _assumptions(plan: Plan, given: set[str], measured: frozenset[str]) -> list[Assumption]:
-    found: list[Assumption] = []
+    found = _run_assumptions(plan, given)
     for part in (plan.workload, plan.generation, plan.training):
         units = ranges_of(type(part))
         for name, meaning in notes_of(type(part), Doc).items():
@@ -147,3 +147,24 @@ def _assumptions(plan: Plan, given: set[str], measured: frozenset[str]) -> list[
         origin = "given" if flag in given else "engine"
         found.append(Assumption(flag, value, wanted.unit, meanings[name].documentation, origin))
     return found
+
+
+def _run_assumptions(plan: Plan, given: set[str]) -> list[Assumption]:
+    # what the run is made on: the model, the GPU with its figures, how many, and how they are used
+    gpu, size = plan.gpu, plan.shape.nominal_parameters
+    figures = (
+        f"{gpu.flops_per_second / 1e12:,.0f} TFLOP/s of dense bfloat16, "
+        f"{gpu.bytes_per_second / 1e9:,.0f} GB/s, {gpu.memory_bytes / 1e9:.1f} GB ({gpu.source})"
+    )
+    meanings = {name: note.documentation for name, note in notes_of(PlanOptions, Doc).items()}
+    rows: list[tuple[str, float | str, str, str, str]] = [
+        ("model", plan.shape.name, "", meanings["model"], "assumed"),
+        ("parameters", size, "parameters", "N of the first-order sums", "model"),
+        ("gpu", gpu.name.replace(" ", ""), "", figures, "assumed"),
+        ("gpus", plan.gpus, "GPUs", meanings["gpus"], "assumed"),
+        ("schedule", plan.schedule, "", meanings["schedule"], "assumed"),
+    ]
+    return [
+        Assumption(flag_of(name), value, unit, meaning, "given" if flag_of(name) in given else origin)
+        for name, value, unit, meaning, origin in rows
+    ]

@@ -53,7 +53,7 @@ class CalibrateOptions:
 
 def main(args: list[str]) -> int:
     """Fit, print the constants and the errors, write them where asked; returns the exit status."""
-    check_flags(args, (CalibrateOptions,))
+    check_flags(args, (CalibrateOptions,), "a CSV file of measurements")
     options = tyro.cli(CalibrateOptions, args=args, prog="agentrl plan calibrate")
     check_ranges(options)
     measured = read_measurements(options.measurements)

@@ -123,7 +123,7 @@ class Answer:
         p, w = self.plan, self.plan.workload
         return (
             f"{p.shape.name} on {p.gpus} x {p.gpu.name}: {w.episodes:,} episodes of {w.tokens:,.0f} tokens "
-            f"({w.sampled:,.0f} sampled) a step, {w.steps:,} steps"
+            f"({w.sampled:,.0f} sampled) a step, {_steps(w.steps)}"
         )
 
 
@@ -143,10 +143,10 @@ def hours_table(answer: Answer) -> list[list[str]]:
             ]
         )
     rows.append(["sum", *(f"{s.total:.{digits}f}" for s in steps)])
-    rows.append([f"GPU-hours, {num_steps:,} steps", *(shown(num_steps * s.total, ",") for s in steps)])
+    rows.append([f"GPU-hours, {_steps(num_steps)}", *(amount(num_steps * s.total) for s in steps)])
     rows.append(["share of decode", *(f"{s.decode_share:.0%}" for s in steps)])
-    rows.append(["seconds a step", *(shown(s, ",") for s in seconds)])
-    rows.append([f"days, {num_steps:,} steps", *(shown(num_steps * s / 86400, ",") for s in seconds)])
+    rows.append(["seconds a step", *(amount(s) for s in seconds)])
+    rows.append([f"days, {_steps(num_steps)}", *(amount(num_steps * s / 86400) for s in seconds)])
     rows.append(["time that engines are busy", f"{answer.plan.generation.busy:.0%}",
                  *(f"{e.rollout.busy:.0%}" for e in estimates)])  # fmt: skip
     rows.append(["GPUs that generate, that train", "", *(
@@ -154,12 +154,16 @@ def hours_table(answer: Answer) -> list[list[str]]:
     return rows
 
 
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' if count > 1 else ''}"
+
+
 def rate_rows(answer: Answer) -> list[tuple[str, str, str]]:
     """(rate on one GPU, first order, calibrated), tokens/s; the columns' names first."""
     found = [("one GPU, tokens/s", "first order", "calibrated")]
     for rate in answer.rates():
         first, second = rate.first_order_tokens_per_second, rate.calibrated_tokens_per_second
-        found.append((rate.name, shown(first, ","), shown(second, ",")))
+        found.append((rate.name, amount(first), amount(second)))
     return found
 
 
@@ -167,7 +171,7 @@ def saving_rows(answer: Answer) -> list[tuple[str, str, str]]:
     """(change, flags, what it saves over the run), best first."""
     total = answer.chosen.run_gpu_hours
     return [
-        (s.change, s.flags, f"{shown(s.saved_gpu_hours, ',')} GPU-hours, {s.saved_gpu_hours / total:.1%}")
+        (s.change, s.flags, f"{amount(s.saved_gpu_hours)} GPU-hours, {s.saved_gpu_hours / total:.1%}")
         for s in answer.savings
     ]
 
@@ -186,20 +190,29 @@ def uncertainty_rows(answer: Answer) -> list[tuple[str, str, str]]:
 
 def _either(low: Trial, high: Trial) -> str:
     if math.isfinite(low.gpu_hours) and math.isfinite(high.gpu_hours):
-        return f"{shown(low.gpu_hours, ',')} or {shown(high.gpu_hours, ',')} GPU-hours"
+        return f"{amount(low.gpu_hours)} or {amount(high.gpu_hours)} GPU-hours"
     hours = [t.gpu_hours for t in (low, high)]
-    return " or ".join(f"{shown(h, ',')} GPU-hours" if math.isfinite(h) else "not possible" for h in hours)
+    return " or ".join(f"{amount(h)} GPU-hours" if math.isfinite(h) else "not possible" for h in hours)
 
 
-def shown(value: float | int | str, group: str = "") -> str:
-    """A value as it can be typed again, with three digits that count at least; `group` separates thousands.
+def shown(value: float | int | str) -> str:
+    """A value as it can be typed again.
 
-    >>> shown(24000.0), shown(0.4), shown("yes"), shown(1234.5, ","), shown(0.00042)
-    ('24000', '0.4', 'yes', '1,234', '0.00042')
+    >>> shown(24000.0), shown(0.4), shown("yes")
+    ('24000', '0.4', 'yes')
     """
     if isinstance(value, str):
         return value
-    return f"{value:{group}.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.4g}"
+
+
+def amount(value: float) -> str:
+    """An amount with three digits that count, or to the unit.
+
+    >>> amount(1234.5), amount(2.5349), amount(0.00042)
+    ('1,234', '2.53', '0.00042')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -240,7 +253,7 @@ def as_text(answer: Answer) -> str:
         "What would save most, each alone:",
         *(f"  {what} ({flags}): {saved}" for what, flags, saved in saving_rows(answer)),
         "",
-        f"What moves the answer ({shown(answer.chosen.run_gpu_hours, ',')} GPU-hours) most:",
+        f"What moves the answer ({amount(answer.chosen.run_gpu_hours)} GPU-hours) most:",
         *(f"  {what} ({flags}): {hours}" for what, flags, hours in uncertainty_rows(answer)),
         "",
         "Assumptions, each with its flag:",

@@ -1,6 +1,15 @@
 """The page that `agentrl plan --html` writes."""
 
-from agentrl.cli.plan_output import GB, Answer, hours_table, rate_rows, saving_rows, shown, uncertainty_rows
+from agentrl.cli.plan_output import (
+    GB,
+    Answer,
+    amount,
+    hours_table,
+    rate_rows,
+    saving_rows,
+    shown,
+    uncertainty_rows,
+)
 from agentrl.report.figures import Figure, Part, stacked_bars
 from agentrl.report.html import Section, Table, render_page
 
@@ -21,7 +30,7 @@ def as_html(answer: Answer) -> str:
         frozenset({2}),
     )
     largest = f"Largest microbatch that fits: {answer.largest_microbatch:,} tokens, the token budget to set."
-    now = f"The estimate is {shown(answer.chosen.run_gpu_hours, ',')} GPU-hours for the run."
+    now = f"The estimate is {amount(answer.chosen.run_gpu_hours)} GPU-hours for the run."
     sections = [
         Section(
             heading="Cost",
