@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from agentrl.plan.engine import Engine
 from agentrl.plan.workload import Generation, Lengths, Workload
 
-_MOST_ITEMS = 128  # more episodes are played in equal groups
+_MOST_IN_FLIGHT = 64  # more sequences are played in equal groups
+_MOST_ITEMS = 256  # of them are played one by one, the last ones; those before go at a full batch's pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,17 +121,18 @@ def drain_seconds(
     sampled: float, lengths: Lengths, episodes: float, slots: int, per_token: Callable[[float], float]
 ) -> float:
     """Seconds until the last of `episodes` ends, `slots` at a time, all in flight going at the same pace."""
-    num_items = max(1, min(math.ceil(episodes), _MOST_ITEMS))
-    weight = episodes / num_items  # episodes that an item stands for
+    width = min(slots, _MOST_IN_FLIGHT)  # items in flight, which stand for `slots` episodes
+    num_items = min(max(1, math.ceil(episodes * width / slots)), _MOST_ITEMS)
+    last = min(episodes, num_items * slots / width)
+    weight = last / num_items  # episodes that an item stands for
     # spread over the quantiles, in an order in which long and short come mixed
     order = sorted(range(num_items), key=lambda i: (i * 0.6180339887498949) % 1)
     relative = lengths.relative
     todo = [sampled * relative[(2 * i + 1) * len(relative) // (2 * num_items)] for i in order]
-    scale = episodes * sampled / (weight * math.fsum(todo))  # a sample of the quantiles keeps the mean
-    width = max(1, round(slots / weight))
+    scale = last * sampled / (weight * math.fsum(todo))  # a sample of the quantiles keeps the mean
     ends: list[float] = []  # heap of the progress, in tokens of a sequence, at which those in flight end
     pace: dict[int, float] = {}
-    progress = seconds = 0.0
+    progress, seconds = 0.0, (episodes - last) * sampled * per_token(slots) / slots
     while todo or ends:
         while todo and len(ends) < width:
             heapq.heappush(ends, progress + scale * todo.pop())
