@@ -338,11 +338,12 @@ def test_the_documentation_shows_real_output(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_plan_loads_nothing_heavy() -> None:
+    # typeguard brings unittest, asyncio and ssl with it
     code = (
         "import sys, contextlib, io\nfrom agentrl.cli.main import main\n"
         "with contextlib.redirect_stdout(io.StringIO()): status = main(['plan'])\n"
-        "heavy = {'torch', 'numpy', 'matplotlib', 'jinja2', 'transformers', 'rich'} & set(sys.modules)\n"
-        "sys.exit(status or sorted(heavy) or 0)"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'jinja2', 'transformers', 'rich', 'typeguard'}\n"
+        "sys.exit(status or sorted(heavy & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
