@@ -250,6 +250,9 @@ def test_notes_name_what_is_idle_and_its_cause(capsys: pytest.CaptureFixture[str
     both = re.search(r"about (\d+) do.* decodes (\d+)\.", plain)
     assert both is not None
     assert both[1] == both[2] == "49"  # 49.6 fit: one rounding for both
+    assert "about 49 do" in (few := note(capsys, "--episodes", "80"))
+    assert "decodes 10, all that an engine has to play." in few
+    assert "An engine has only 10 episodes to play" in note(capsys, "--episodes", "80", "--batch", "16")
     long = note(capsys, "--length-cv", "2")
     assert "--length-cv 2" in long
     assert "--context" not in long

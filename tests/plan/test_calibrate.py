@@ -106,6 +106,8 @@ def test_csv_rows_and_their_errors(tmp_path: Path) -> None:
     head = "concurrency,input_tokens,output_tokens,output_tokens_per_second,note\n"
     path.write_text(head + "64,2048,1024,3463.5,x\n")
     assert read_measurements(path) == [Measurement(2048, 1024, 64, 3463.5)]
+    path.write_text(head + "\n 64, 2048 ,1024,3463.5\n,,\n", encoding="utf-8-sig")  # as spreadsheets write it
+    assert read_measurements(path) == [Measurement(2048, 1024, 64, 3463.5)]
     for text, says in [
         ("a,b\n1,2\n", "lacks the columns"),
         (head, "holds no rows"),

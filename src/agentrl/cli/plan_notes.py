@@ -19,14 +19,15 @@ def _cache_notes(plan: Plan, chosen: Estimate) -> list[str]:
     g, rollout = plan.generation, chosen.rollout
     fit = math.floor(rollout.sequences_that_fit)
     where = f"{g.tensor_parallel} x {plan.gpu.name}" if g.tensor_parallel > 1 else f"one {plan.gpu.name}"
+    few = chosen.generation_gpus // g.tensor_parallel <= plan.workload.generated_episodes
+    few = few and rollout.batch < min(fit, g.batch)  # fewer episodes an engine than it has room for
     if fit < g.batch:
+        played = f"{rollout.batch:,.0f}, all that an engine has to play" if few else f"{rollout.batch:,.0f}"
         return [
             f"A batch of {g.batch:,} at {rollout.context:,.0f} tokens does not fit the cache of {where}: "
-            f"about {fit:,} do. The first order ignores that; the calibrated estimate decodes "
-            f"{rollout.batch:,.0f}."
+            f"about {fit:,} do. The first order ignores that; the calibrated estimate decodes {played}."
         ]
-    num_engines = chosen.generation_gpus // g.tensor_parallel
-    if num_engines <= plan.workload.generated_episodes and rollout.batch < g.batch:
+    if few:
         return [
             f"An engine has only {rollout.batch:,.0f} episodes to play, fewer than the batch of {g.batch:,}."
         ]

@@ -82,9 +82,9 @@ def check_ranges(part: object, label: Callable[[str], str] = flag_of) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file. ValueError, naming the file, where it holds something else."""
+    """The text of a UTF-8 file, without a byte-order mark. ValueError, by name, where it is none."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a UTF-8 text file: byte {error.start} is not text") from error
 

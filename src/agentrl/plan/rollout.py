@@ -76,7 +76,7 @@ def play(
         raise ValueError(
             f"a sequence of {context:,.0f} tokens ({cause}) does not fit the cache of "
             f"{engine.tensor_parallel} x {engine.gpu.name} ({engine.pool_bytes / 1e9:.1f} GB, {fit:.2g} of "
-            "one); raise --tensor-parallel (up to --gpus), or lower --kv-bits"
+            "one); raise --tensor-parallel (up to --gpus), or lower --kv-bits or --weight-bits"
         )
     prefill = prefill_tokens(workload, generation.prefix_cache) / workload.sampled
     wait = workload.wait_seconds / workload.sampled
