@@ -66,7 +66,7 @@ def test_uncertainties_are_half_and_double() -> None:
     assert by_flag["--tokens"].high.gpu_hours > NOW > by_flag["--tokens"].low.gpu_hours
 
 
-def test_a_share_that_cannot_be_doubled_is_tried_at_double_its_odds() -> None:
+def test_a_share_of_waste_is_tried_at_double_its_odds() -> None:
     def trials(share: float) -> tuple[Trial, Trial]:
         wasteful = replace(PLAN, workload=Workload(zero_advantage=share))
         found = {u.flag: u for u in uncertainties(wasteful, 100)}["--zero-advantage"]
@@ -74,8 +74,8 @@ def test_a_share_that_cannot_be_doubled_is_tried_at_double_its_odds() -> None:
         assert found.low.gpu_hours < now < found.high.gpu_hours  # whatever the share
         return found.low, found.high
 
-    low, high = trials(0.2)
-    assert [(t.value, t.how) for t in (low, high)] == [(0.1, "half"), (0.4, "double")]
+    low, high = trials(0.2)  # odds of 1/4
+    assert (low.value, high.value) == (pytest.approx(1 / 9), pytest.approx(1 / 3))
     low, high = trials(0.75)  # odds of 3
     assert (low.value, high.value) == (pytest.approx(1.5 / 2.5), pytest.approx(6 / 7))
     assert (low.how, high.how) == ("half the odds", "double the odds")
@@ -83,6 +83,17 @@ def test_a_share_that_cannot_be_doubled_is_tried_at_double_its_odds() -> None:
     assert high.value == pytest.approx(0.97 / 0.03 * 2 / (1 + 0.97 / 0.03 * 2))
     _, high = trials(0.9985)
     assert (high.value, high.how) == (0.999, "the most possible")
+
+
+def test_a_share_that_cannot_be_doubled_is_tried_at_double_its_odds() -> None:
+    by_flag = {u.flag: u for u in uncertainties(replace(PLAN, training=Training(mfu=0.6)), 100)}
+    odds = VLLM_0_30_0.bandwidth_share / (1 - VLLM_0_30_0.bandwidth_share)
+    for flag, of in (("--mfu", 1.5), ("--bandwidth-share", odds)):
+        low, high = by_flag[flag].low, by_flag[flag].high
+        assert (low.how, high.how) == ("half the odds", "double the odds")
+        assert low.value == pytest.approx((of / 2) / (1 + of / 2))
+        assert high.value == pytest.approx((2 * of) / (1 + 2 * of))
+        assert low.gpu_hours > high.gpu_hours
 
 
 def test_half_and_double_keep_to_what_the_other_figures_leave() -> None:

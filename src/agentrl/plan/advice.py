@@ -120,7 +120,8 @@ def _changes(plan: Plan) -> list[tuple[str, str, Plan]]:
 def uncertainties(plan: Plan, count: int = 2) -> list[Uncertainty]:
     """The assumptions that move the run's GPU-hours most at half and double their value, largest first.
 
-    A share p that cannot be doubled is tried at half and double its odds, p / (1 - p).
+    The share without signal, and another share that cannot be doubled, is tried at half and double its odds,
+    p / (1 - p): with dynamic sampling 1 + odds episodes are played for one that is trained on.
     """
     now = calibrated(plan).run_gpu_hours
     found: list[Uncertainty] = []
@@ -144,7 +145,8 @@ class _Assumption:
 def _trials(assumption: _Assumption) -> list[tuple[float, str]]:
     value, possible = assumption.value, assumption.possible
     half, double, of = value / 2, 2 * value, ""
-    if possible.unit == "share" and value < 1 and double > min(possible.most, 1.0):
+    by_odds = assumption.field == "zero_advantage" or (possible.unit == "share" and double > 1)
+    if by_odds and value < 1:
         odds = value / (1 - value)
         half, double, of = odds / (2 + odds), 2 * odds / (1 + 2 * odds), " the odds"
     low, high = possible.clamp(half), possible.clamp(double)
