@@ -46,6 +46,17 @@ def test_what_is_done_already_is_not_advised() -> None:
     assert flags <= {"--batch 128", "--tensor-parallel 2", "--schedule overlapped"}
 
 
+def test_no_engine_is_advised_that_cannot_split_the_heads() -> None:
+    def advised(num_heads: int) -> bool:
+        small = replace(PLAN.gpu, memory_bytes=30e9)  # one GPU holds few sequences
+        shape = replace(PLAN.shape, num_heads=num_heads)
+        tight = replace(PLAN, shape=shape, gpu=small, training=Training(microbatch_tokens=1024))
+        return "--tensor-parallel 2" in {s.flags for s in savings(tight, 100)}
+
+    assert advised(32)
+    assert not advised(33)
+
+
 def test_waste_is_named() -> None:
     wasteful = replace(PLAN, workload=Workload(zero_advantage=0.4), generation=Generation(prefix_cache=False))
     flags = {s.flags for s in savings(wasteful, 100)}

@@ -109,7 +109,7 @@ def _changes(plan: Plan) -> list[tuple[str, str, Plan]]:
     add("decode twice as many sequences together", f"--batch {2 * g.batch}", replace(
         plan, generation=replace(g, batch=2 * g.batch)))  # fmt: skip
     wider = 2 * g.tensor_parallel
-    if plan.gpus % wider == 0:
+    if plan.gpus % wider == 0 and plan.shape.num_heads % wider == 0:
         add(f"engines of {wider} GPUs", f"--tensor-parallel {wider}", replace(
             plan, generation=replace(g, tensor_parallel=wider)))  # fmt: skip
     if plan.schedule == "synchronous":
