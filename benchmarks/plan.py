@@ -56,16 +56,17 @@ def random_choices(engine: Engine, rows: list[Measurement], count: int, seed: in
     return [fit(engine, rows, five).mean_error for five in chosen]
 
 
-def start_seconds(repeats: int = 5) -> tuple[float, float]:
-    """(wall, CPU) seconds of one `agentrl plan`, the best of a few."""
-    best = (float("inf"), float("inf"))
+def start_seconds(repeats: int = 10) -> tuple[float, float]:
+    """(wall, CPU) seconds of one `agentrl plan`, each the median of a few."""
+    walls: list[float] = []
+    cpus: list[float] = []
     for _ in range(repeats):
-        before, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         subprocess.run([sys.executable, "-m", "agentrl", "plan"], stdout=subprocess.DEVNULL, check=True)
-        after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - wall
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        best = (min(best[0], wall), min(best[1], cpu))
-    return best
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        walls.append(time.perf_counter() - start)
+        cpus.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return float(np.median(walls)), float(np.median(cpus))
 
 
 def row_table(result: Calibration) -> str:
@@ -122,7 +123,7 @@ def main() -> None:
     )
     print(f"```toml\n{constants_to_toml(result.constants)}```\n\n{row_table(result)}\n")
     wall, cpu = start_seconds()
-    print(f"`agentrl plan`, from start to end: {wall:.2f} s of wall clock, {cpu:.2f} s of CPU (best of 5)")
+    print(f"`agentrl plan`, from start to end: {wall:.2f} s of wall clock, {cpu:.2f} s of CPU (median of 10)")
 
 
 if __name__ == "__main__":

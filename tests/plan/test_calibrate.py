@@ -10,15 +10,15 @@ import pytest
 from agentrl.plan.calibrate import (
     Measurement,
     choose_rows,
-    constants_from_toml,
     constants_to_toml,
     fit,
     leave_one_out,
+    merge_repeats,
     overhead_bytes,
     read_measurements,
 )
 from agentrl.plan.configs import find_model
-from agentrl.plan.engine import VLLM_0_30_0, Engine
+from agentrl.plan.engine import VLLM_0_30_0, Engine, constants_from_toml
 from agentrl.plan.gpus import find_gpu
 from agentrl.plan.roofline import decode_tokens_per_second
 
@@ -39,6 +39,18 @@ def test_five_published_rows_foretell_the_others(published: list[Measurement]) -
     assert result.mean_error <= 0.10
     assert result.mean_error == pytest.approx(0.0537, abs=5e-4)  # what docs/plan.md says
     assert result.max_error == pytest.approx(0.2226, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "rate"),
+    [((2048, 2048, 64), 3463), ((128, 1024, 256), 13567), ((8192, 512, 32), 951), ((1024, 128, 128), 3349)],
+)
+def test_rows_that_anyone_can_look_up(
+    published: list[Measurement], setting: tuple[int, int, int], rate: int
+) -> None:
+    row = next(row for row in published if row.setting == setting)
+    assert round(row.output_tokens_per_second) == rate
+    assert ENGINE.serving_tokens_per_second(*setting) == pytest.approx(rate, rel=0.10)  # none was fitted
 
 
 def test_the_shipped_constants_are_that_fit(published: list[Measurement], shared_data: Path) -> None:
@@ -94,21 +106,52 @@ def test_csv_rows_and_their_errors(tmp_path: Path) -> None:
     head = "concurrency,input_tokens,output_tokens,output_tokens_per_second,note\n"
     path.write_text(head + "64,2048,1024,3463.5,x\n")
     assert read_measurements(path) == [Measurement(2048, 1024, 64, 3463.5)]
+    path.write_text(head + "\n 64, 2048 ,1024,3463.5\n,,\n", encoding="utf-8-sig")  # as spreadsheets write it
+    assert read_measurements(path) == [Measurement(2048, 1024, 64, 3463.5)]
     for text, says in [
         ("a,b\n1,2\n", "lacks the columns"),
         (head, "holds no rows"),
-        (head + "64,2048,many,1,x\n", "line 2"),
-        (head + "64,2048,1024,1,x\n0,2048,1024,1,x\n", "line 3: concurrency must be positive"),
+        (head + "64,2048,many,1,x\n", "m.csv, line 2: output_tokens must be a number, got 'many'"),
+        (head + "64,2048,1024\n", "m.csv, line 2: output_tokens_per_second must be a number, got ''"),
+        (head + "64,2048,10.5,1,x\n", "line 2: output_tokens must be a whole number, got '10.5'"),
+        (head + "64,2048,1024,1,x\n0,2048,1024,1,x\n", "line 3: concurrency must be at least 1, got 0"),
+        (head + "64,2048,1024,inf,x\n", "line 2: output_tokens_per_second must be at most"),
+        (head + "64,1e300,1024,1,x\n", "line 2: input_tokens must be at most"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=says):
             read_measurements(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"m\.csv is not a UTF-8 text file"):
+        read_measurements(path)
+
+
+def test_a_repeat_of_a_fitted_row_tests_nothing(published: list[Measurement]) -> None:
+    again = [*published, *(replace(row, output_tokens_per_second=1.0) for row in published[:3])]
+    chosen = [0, 1, 2, 9, 20]
+    assert fit(ENGINE, again, chosen).held_out == fit(ENGINE, published, chosen).held_out
+    merged = merge_repeats([published[0], replace(published[0], output_tokens_per_second=1.0), published[1]])
+    assert len(merged) == 2
+    assert merged[0].output_tokens_per_second == pytest.approx(published[0].output_tokens_per_second ** 0.5)
+    with pytest.raises(ValueError, match="merge_repeats"):
+        leave_one_out(ENGINE, again)
+
+
+def test_a_cache_that_cannot_be() -> None:
+    most = int(0.9 * ENGINE.gpu.memory_bytes - ENGINE.shape.weight_bytes(2)) // 147_456
+    assert 0 < overhead_bytes(ENGINE, most) < 147_456
+    with pytest.raises(ValueError, match=f"hold at most {most:,}; check --cache-tokens"):
+        overhead_bytes(ENGINE, most + 1)
+
+
+def test_absurd_rates_end_at_constants_that_can_be(published: list[Measurement]) -> None:
+    for rate in (1e-6, 1e12):
+        absurd = [replace(row, output_tokens_per_second=rate) for row in published[:5]]
+        assert fit(ENGINE, absurd, range(5)).constants.bandwidth_share <= 2
 
 
 def test_constants_survive_toml() -> None:
     assert constants_from_toml(constants_to_toml(VLLM_0_30_0)) == VLLM_0_30_0
-    with pytest.raises(ValueError, match="does not describe an engine"):
-        constants_from_toml("speed = 3")
     with pytest.raises(ValueError, match="at least one row"):
         fit(ENGINE, [Measurement(1, 1, 1, 1.0)], [])
 

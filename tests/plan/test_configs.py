@@ -2,6 +2,7 @@
 errors."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,32 @@ def test_expert_layers() -> None:
         ({"layer_types": ["mamba"] * 4}, "mamba"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
         ({"num_experts": 4}, "num_experts_per_tok"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 5},
+            r"num_experts_per_tok \(5\) cannot be more than num_ex",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10,000"),
+        ({"sliding_window": "all"}, "sliding_window must be a positive integer, got 'all'"),
     ],
 )
 def test_configs_that_are_not_understood(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         shape_from_config({**TINY, **change})
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_config_with_one_value_spoiled_gives_a_shape_or_names_the_file(name: str) -> None:
+    config = TABLE[name]["config"]
+    more = ("text_config", "layer_types", "mlp_only_layers", "num_experts", "kv_lora_rank")
+    for key in (*config, *more):
+        for value in (None, "x", -1, 0, 1.5, float("nan"), True, [], [None], {}, 10**9, 10**300):
+            try:
+                shape = shape_from_config({**config, key: value}, "x/config.json")
+            except ValueError as error:
+                assert "x/config.json" in str(error), (key, value)  # noqa: PT017
+            else:
+                assert 0 < shape.active_parameters <= shape.total_parameters < math.inf
+                assert 0 < shape.sequence_bytes(100.0) < math.inf
 
 
 def test_a_path_a_folder_and_a_nested_config(tmp_path: Path) -> None:

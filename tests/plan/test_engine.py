@@ -1,15 +1,16 @@
 """The engine: its cache against a measured one, and how a step grows."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.plan.configs import find_model
-from agentrl.plan.engine import VLLM_0_30_0, Engine
+from agentrl.plan.engine import VLLM_0_30_0, Engine, constants_from_toml
 from agentrl.plan.gpus import find_gpu
 
 QWEN = find_model("Qwen/Qwen3-8B")
@@ -36,8 +37,37 @@ def test_64_sequences_of_16k_do_not_fit_one_h200() -> None:
 
 
 def test_a_model_that_leaves_no_cache_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Llama-3.1-70B does not fit: 141.1 GB .* raise --tensor-parallel"):
+    with pytest.raises(
+        ValueError, match=r"Llama-3.1-70B does not fit: 141.1 GB .* raise --tensor-parallel .*--weight-bits 8"
+    ):
         replace(ON_H200, shape=find_model("Llama-3.1-70B"))
+    for change, remedy in [
+        ({"overhead_bytes": 2e11}, "200.0 GB of overhead a GPU .*; lower --overhead-bytes"),
+        ({"memory_utilization": 0.1}, "; raise --memory-utilization or --tensor-parallel"),
+    ]:
+        with pytest.raises(ValueError, match=f"16.4 GB of weights .*{remedy}"):
+            replace(ON_H200, constants=replace(VLLM_0_30_0, **change))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name = 'x'\n[", "mine.toml is not TOML"),
+        ("speed = 3", r"mine.toml has unknown keys \['speed'\]; the keys are \['name', 'step_seconds'"),
+        ("name = 'x'\nstep_seconds = 1.0", r"mine.toml lacks the keys \['sequence_seconds'"),
+        ("name = 3", "mine.toml: name must be text, got 3"),
+        ("step_seconds = true", "mine.toml: step_seconds must be a number, got True"),
+        ("step_seconds = nan", "mine.toml: step_seconds must be a number from 1e-12 to 100, got nan"),
+        ("compute_share = 1e300", "mine.toml: compute_share must be at most 2, got 1e"),
+    ],
+)
+def test_an_engine_file_that_cannot_be(text: str, says: str) -> None:
+    whole = "" if "name" in text or "speed" in text else tomli_w.dumps(
+        {k: v for k, v in asdict(VLLM_0_30_0).items() if k not in text})  # fmt: skip
+    if text == "name = 3":
+        whole = tomli_w.dumps({k: v for k, v in asdict(VLLM_0_30_0).items() if k != "name"})
+    with pytest.raises(ValueError, match=says):
+        constants_from_toml(f"{whole}\n{text}", "mine.toml")
 
 
 def test_decode_step_by_hand() -> None:
@@ -90,7 +120,7 @@ def test_more_work_takes_longer(batch: float, context: float, prefill: float) ->
     [{"step_seconds": 0.0}, {"bandwidth_share": -1.0}, {"memory_utilization": 1.1}, {"overhead_bytes": -1.0}],
 )
 def test_impossible_constants(change: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
+    with pytest.raises(ValueError, match="--" + next(iter(change)).replace("_", "-")):
         replace(VLLM_0_30_0, **change)
 
 

@@ -46,17 +46,24 @@ def test_a_file_adds_gpus_and_wins(tmp_path: Path) -> None:
         ("a = 1", "outside a table"),
         ("[a]\nbf16_tflops = 1\nbandwidth_gbs = 1\nmemory_gb = 1", "unknown keys"),
         ("[a]\nbf16_tflops = 1\nbandwidth_gbs = 1", "memory_mib"),
-        ("[a]\nbf16_tflops = 0\nbandwidth_gbs = 1\nmemory_mib = 1", "must be positive"),
+        (
+            "[a]\nbf16_tflops = 0\nbandwidth_gbs = 1\nmemory_mib = 1",
+            "bf16_tflops must be at least 0.001, got 0",
+        ),
+        ("[a]\nbf16_tflops = 1\nbandwidth_gbs = inf\nmemory_mib = 1", "bandwidth_gbs must be at most"),
+        ("[a]\nbf16_tflops = 1\nbandwidth_gbs = 1\nmemory_mib = nan", "memory_mib must be a number from"),
         ("[a]\nbf16_tflops = true\nbandwidth_gbs = 1\nmemory_mib = 1", "needs a number"),
     ],
 )
 def test_wrong_files_are_named(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         gpus_from_toml(text)
+    with pytest.raises(ValueError, match=r"^mine.toml"):
+        gpus_from_toml(text, "mine.toml")
 
 
 def test_an_unknown_name_gives_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'MI300X'"):
         find_gpu("MI300")
-    with pytest.raises(ValueError, match="known are A100, "):
-        find_gpu("abacus")
+    with pytest.raises(ValueError, match=r"did you mean 'H[12]00'\? known are A100, "):
+        find_gpu("H99")

@@ -79,6 +79,35 @@ def test_groups_of_episodes_come_close_to_all_of_them() -> None:
     assert drain_seconds(100.0, lengths, 2048, 256, pace) == pytest.approx(expected, rel=0.1)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    episodes=st.integers(1, 40_000),
+    batch=st.integers(1, 128),
+    zero=st.floats(0, 0.999),
+    cv=st.floats(0, 2),
+    tool=st.floats(0, 5),
+)
+def test_no_rollout_is_faster_than_its_work(
+    episodes: int, batch: int, zero: float, cv: float, tool: float
+) -> None:
+    workload = replace(WORK, episodes=episodes, zero_advantage=zero, tool_seconds=tool)
+    r = played(workload, lognormal_lengths(cv, 64), num_engines=4, batch=batch, context=4500)
+    assert r.seconds >= (r.decode_seconds + r.prefill_seconds) * (1 - 1e-9)
+    assert 0 < r.busy <= 1
+
+
+@pytest.mark.parametrize("episodes", [300, 1000, 2816, 3000, 6000])
+def test_many_episodes_take_what_a_simulation_of_all_takes(episodes: int) -> None:
+    lengths = lognormal_lengths(0.5, 64)
+
+    def pace(active: float) -> float:
+        return 1.0 + 0.05 * active
+
+    order = sorted(range(episodes), key=lambda i: (i * 0.6180339887498949) % 1)
+    expected = simulated([100.0 * lengths.relative[i * 64 // episodes] for i in order], 64, pace)
+    assert drain_seconds(100.0, lengths, episodes, 64, pace) == pytest.approx(expected, rel=0.03)
+
+
 def test_the_tail_costs_and_carrying_over_saves_it() -> None:
     spread = lognormal_lengths(1.0, 64)
     even, tail = played(lengths=EVEN), played(lengths=spread, context=4500)
@@ -112,7 +141,9 @@ def test_the_batch_is_what_the_cache_holds() -> None:
 
 
 def test_a_sequence_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a sequence of 1,000,000 tokens does not fit .* --tensor-parallel"):
+    with pytest.raises(
+        ValueError, match=r"a sequence of 1,000,000 tokens \(--context\) does not fit .* --tensor-parallel"
+    ):
         played(context=1e6)
     with pytest.raises(ValueError, match="at least one engine"):
         played(num_engines=0)

@@ -1,9 +1,9 @@
-"""What `agentrl plan` has worked out, as text for the terminal and as JSON for programs."""
+"""What `agentrl plan` has worked out, and the same as text for the terminal."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import math
+from dataclasses import dataclass, replace
 
-from agentrl.plan.advice import Saving, Uncertainty
+from agentrl.plan.advice import Saving, Trial, Uncertainty
 from agentrl.plan.hours import Estimate, Plan
 from agentrl.plan.memory import LOGITS, Memory, largest_microbatch, training_memory
 from agentrl.plan.models import logits_bytes
@@ -15,12 +15,13 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One assumption: its flag, its value, what it means, and whether it was given, measured or assumed."""
+    """One assumption: its flag, value and unit, what it means, and where it comes from."""
 
     flag: str
     value: float | int | str
+    unit: str  # "" where the value is no number
     meaning: str
-    origin: str
+    origin: str  # given, measured, assumed, or engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ class MemoryVariant:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A speed on one GPU, by both estimates; the unit is in the name."""
+    """A speed on one GPU, by both estimates."""
 
     name: str
-    first_order: float
-    calibrated: float
+    first_order_tokens_per_second: float
+    calibrated_tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Answer:
     plan: Plan
     first_order: StepHours
     estimates: list[Estimate]  # synchronous, then overlapped where it is possible
+    notes: list[str]  # what the reader must know about the numbers
     savings: list[Saving]
     uncertainties: list[Uncertainty]
     assumptions: list[Assumption]
@@ -110,44 +112,18 @@ class Answer:
         ways = p.generation.tensor_parallel
         alone = rollout.batch / p.engine.decode_seconds(rollout.batch, rollout.context)
         return [
-            Rate("decode, tokens/s", decode, alone / ways),
-            Rate("decode with idle time, prefill and tools, tokens/s", decode * p.generation.busy,
+            Rate("decode", decode, alone / ways),
+            Rate("decode with idle time, prefill and tools", decode * p.generation.busy,
                  rollout.tokens_per_second / ways),
-            Rate("train, tokens/s", train, self.chosen.train_tokens_per_second),
+            Rate("train", train, self.chosen.train_tokens_per_second),
         ]  # fmt: skip
-
-    def notes(self) -> list[str]:
-        """What the reader must know about the numbers."""
-        p, rollout = self.plan, self.chosen.rollout
-        found: list[str] = []
-        if rollout.sequences_that_fit < p.generation.batch:
-            ways = p.generation.tensor_parallel
-            where = f"{ways} x {p.gpu.name}" if ways > 1 else f"one {p.gpu.name}"
-            found.append(
-                f"A batch of {p.generation.batch} at {self.context:,.0f} tokens does not fit the cache of "
-                f"{where}: about {rollout.sequences_that_fit:.0f} do. The first order ignores that; the "
-                f"calibrated estimate decodes {rollout.batch:.0f}."
-            )
-        elif rollout.batch < p.generation.batch:
-            found.append(
-                f"An engine has only {rollout.batch:.0f} episodes to play, fewer than the batch of "
-                f"{p.generation.batch}."
-            )
-        if self.context > p.workload.tokens:
-            found.append(
-                f"--context ({self.context:,.0f}) is more than an episode's {p.workload.tokens:,.0f} tokens."
-            )
-        if len(self.estimates) < 2:
-            found.append("An overlapped schedule is left out: it does not fit these GPUs.")
-        found.append(f"Engine: {p.constants.name}; assumed to hold for this model and GPU.")
-        return found
 
     def headline(self) -> str:
         """The run in one line."""
         p, w = self.plan, self.plan.workload
         return (
             f"{p.shape.name} on {p.gpus} x {p.gpu.name}: {w.episodes:,} episodes of {w.tokens:,.0f} tokens "
-            f"({w.sampled:,.0f} sampled) a step, {w.steps:,} steps"
+            f"({w.sampled:,.0f} sampled) a step, {_steps(w.steps)}"
         )
 
 
@@ -156,17 +132,21 @@ def hours_table(answer: Answer) -> list[list[str]]:
     first, estimates = answer.first_order, answer.estimates
     num_steps, gpus = answer.plan.workload.steps, answer.plan.gpus
     steps = [first, *(e.step_hours for e in estimates)]
+    digits = max(2, *(2 - math.floor(math.log10(s.total)) for s in steps))  # three that count, in each column
     seconds = [first.total * 3600 / gpus, *(e.step_seconds for e in estimates)]
     rows = [["GPU-hours a step", "first order", *(f"calibrated, {e.schedule}" for e in estimates)]]
     for name, _ in first.items():
         rows.append(
-            [name.replace("_log", " log").replace("_", "-"), *(f"{getattr(s, name):.2f}" for s in steps)]
+            [
+                name.replace("_log", " log").replace("_", "-"),
+                *(f"{getattr(s, name):.{digits}f}" for s in steps),
+            ]
         )
-    rows.append(["sum", *(f"{s.total:.2f}" for s in steps)])
-    rows.append([f"GPU-hours, {num_steps:,} steps", *(f"{num_steps * s.total:,.0f}" for s in steps)])
+    rows.append(["sum", *(f"{s.total:.{digits}f}" for s in steps)])
+    rows.append([f"GPU-hours, {_steps(num_steps)}", *(amount(num_steps * s.total) for s in steps)])
     rows.append(["share of decode", *(f"{s.decode_share:.0%}" for s in steps)])
-    rows.append(["seconds a step", *(f"{s:,.0f}" for s in seconds)])
-    rows.append([f"days, {num_steps:,} steps", *(f"{num_steps * s / 86400:.1f}" for s in seconds)])
+    rows.append(["seconds a step", *(amount(s) for s in seconds)])
+    rows.append([f"days, {_steps(num_steps)}", *(amount(num_steps * s / 86400) for s in seconds)])
     rows.append(["time that engines are busy", f"{answer.plan.generation.busy:.0%}",
                  *(f"{e.rollout.busy:.0%}" for e in estimates)])  # fmt: skip
     rows.append(["GPUs that generate, that train", "", *(
@@ -174,25 +154,45 @@ def hours_table(answer: Answer) -> list[list[str]]:
     return rows
 
 
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' if count > 1 else ''}"
+
+
+def rate_rows(answer: Answer) -> list[tuple[str, str, str]]:
+    """(rate on one GPU, first order, calibrated), tokens/s; the columns' names first."""
+    found = [("one GPU, tokens/s", "first order", "calibrated")]
+    for rate in answer.rates():
+        first, second = rate.first_order_tokens_per_second, rate.calibrated_tokens_per_second
+        found.append((rate.name, amount(first), amount(second)))
+    return found
+
+
 def saving_rows(answer: Answer) -> list[tuple[str, str, str]]:
     """(change, flags, what it saves over the run), best first."""
     total = answer.chosen.run_gpu_hours
     return [
-        (s.change, s.flags, f"{s.saved_gpu_hours:,.0f} GPU-hours, {s.saved_gpu_hours / total:.0%}")
+        (s.change, s.flags, f"{amount(s.saved_gpu_hours)} GPU-hours, {s.saved_gpu_hours / total:.1%}")
         for s in answer.savings
     ]
 
 
 def uncertainty_rows(answer: Answer) -> list[tuple[str, str, str]]:
-    """(assumption, flag with half and double, the run's GPU-hours at both), largest first."""
+    """(assumption, flag with less and more of it, the run's GPU-hours at both), largest first."""
     return [
         (
             u.assumption,
-            f"{u.flag} {shown(u.low)} or {shown(u.high)}",
-            f"{u.gpu_hours_at_low:,.0f} or {u.gpu_hours_at_high:,.0f} GPU-hours",
+            f"{u.flag} {shown(u.low.value)}, {u.low.how}, or {shown(u.high.value)}, {u.high.how}",
+            _either(u.low, u.high),
         )
         for u in answer.uncertainties
     ]
+
+
+def _either(low: Trial, high: Trial) -> str:
+    if math.isfinite(low.gpu_hours) and math.isfinite(high.gpu_hours):
+        return f"{amount(low.gpu_hours)} or {amount(high.gpu_hours)} GPU-hours"
+    hours = [t.gpu_hours for t in (low, high)]
+    return " or ".join(f"{amount(h)} GPU-hours" if math.isfinite(h) else "not possible" for h in hours)
 
 
 def shown(value: float | int | str) -> str:
@@ -204,6 +204,15 @@ def shown(value: float | int | str) -> str:
     if isinstance(value, str):
         return value
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.4g}"
+
+
+def amount(value: float) -> str:
+    """An amount with three digits that count, or to the unit.
+
+    >>> amount(1234.5), amount(2.5349), amount(0.00042)
+    ('1,234', '2.53', '0.00042')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -220,7 +229,6 @@ def as_text(answer: Answer) -> str:
     p = answer.plan
     one = logits_bytes(1, p.shape.vocab_size)
     tokens = p.training.microbatch_tokens
-    rates = [[r.name, f"{r.first_order:,.0f}", f"{r.calibrated:,.0f}"] for r in answer.rates()]
     parts = [*answer.memory.items(), ("total", answer.memory.total)]
     variants = [
         [v.name, f"{v.memory.total / GB:.1f}", f"{v.largest_microbatch:,}"] for v in answer.memory_variants()
@@ -230,9 +238,9 @@ def as_text(answer: Answer) -> str:
         "",
         *_aligned(hours_table(answer)),
         "",
-        *_aligned([["one GPU", "first order", "calibrated"], *rates]),
+        *_aligned([list(row) for row in rate_rows(answer)]),
         "",
-        *answer.notes(),
+        *answer.notes,
         "",
         f"Memory of each of {answer.chosen.train_gpus} training GPUs, GB, at {tokens:,} tokens a microbatch:",
         *_aligned([[f"  {name}", f"{value / GB:.1f}"] for name, value in parts]),
@@ -245,63 +253,10 @@ def as_text(answer: Answer) -> str:
         "What would save most, each alone:",
         *(f"  {what} ({flags}): {saved}" for what, flags, saved in saving_rows(answer)),
         "",
-        f"What moves the answer ({answer.chosen.run_gpu_hours:,.0f} GPU-hours) most, at half and at double:",
+        f"What moves the answer ({amount(answer.chosen.run_gpu_hours)} GPU-hours) most:",
         *(f"  {what} ({flags}): {hours}" for what, flags, hours in uncertainty_rows(answer)),
         "",
         "Assumptions, each with its flag:",
         *(f"  {f'{a.flag} {shown(a.value)}':<32}{a.origin:<10}{a.meaning}" for a in answer.assumptions),
     ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def as_json(answer: Answer) -> dict[str, Any]:
-    """The answer for programs; units end every name."""
-    p = answer.plan
-    return {
-        "model": p.shape.name,
-        "gpu": p.gpu.name,
-        "gpu_source": p.gpu.source,
-        "gpus": p.gpus,
-        "engine": p.constants.name,
-        "context_tokens": answer.context,
-        "first_order": _hours_json(answer.first_order, p.workload.steps),
-        "calibrated": [
-            {
-                "schedule": e.schedule,
-                **_hours_json(e.step_hours, e.steps),
-                "step_seconds": e.step_seconds,
-                "generation_gpus": e.generation_gpus,
-                "train_gpus": e.train_gpus,
-                "train_tokens_per_second_per_gpu": e.train_tokens_per_second,
-                "rollout": {**asdict(e.rollout), "busy_share": e.rollout.busy},
-            }
-            for e in answer.estimates
-        ],
-        "rates": [asdict(rate) for rate in answer.rates()],
-        "kv_bytes_per_token": p.shape.kv_bytes_per_token(p.generation.kv_bytes_each),
-        "fixed_bytes_per_sequence": p.shape.fixed_sequence_bytes(p.generation.kv_bytes_each),
-        "logits_bytes_per_token": logits_bytes(1, p.shape.vocab_size),
-        "memory_bytes": {**dict(answer.memory.items()), "total": answer.memory.total},
-        "memory_limit_bytes": answer.memory_limit_bytes,
-        "largest_microbatch_tokens": answer.largest_microbatch,
-        "memory_variants": [
-            {
-                "name": v.name,
-                "memory_bytes": {**dict(v.memory.items()), "total": v.memory.total},
-                "largest_microbatch_tokens": v.largest_microbatch,
-            }
-            for v in answer.memory_variants()
-        ],
-        "savings": [asdict(saving) for saving in answer.savings],
-        "uncertainties": [asdict(uncertainty) for uncertainty in answer.uncertainties],
-        "notes": answer.notes(),
-        "assumptions": [asdict(assumption) for assumption in answer.assumptions],
-    }
-
-
-def _hours_json(hours: StepHours, steps: int) -> dict[str, Any]:
-    return {
-        "step_gpu_hours": {**dict(hours.items()), "total": hours.total},
-        "run_gpu_hours": steps * hours.total,
-        "decode_share": hours.decode_share,
-    }

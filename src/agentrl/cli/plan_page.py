@@ -1,6 +1,15 @@
 """The page that `agentrl plan --html` writes."""
 
-from agentrl.cli.plan_output import GB, Answer, hours_table, saving_rows, shown, uncertainty_rows
+from agentrl.cli.plan_output import (
+    GB,
+    Answer,
+    amount,
+    hours_table,
+    rate_rows,
+    saving_rows,
+    shown,
+    uncertainty_rows,
+)
 from agentrl.report.figures import Figure, Part, stacked_bars
 from agentrl.report.html import Section, Table, render_page
 
@@ -8,24 +17,24 @@ from agentrl.report.html import Section, Table, render_page
 def as_html(answer: Answer) -> str:
     """The answer as one self-contained page."""
     columns, *rows = hours_table(answer)
-    rates = tuple((r.name, f"{r.first_order:,.0f}", f"{r.calibrated:,.0f}") for r in answer.rates())
-    assumptions = tuple((a.flag, shown(a.value), a.meaning, a.origin) for a in answer.assumptions)
+    rate_columns, *rates = rate_rows(answer)
+    assumptions = tuple((a.flag, shown(a.value), a.unit, a.meaning, a.origin) for a in answer.assumptions)
     cost = Table(tuple(columns), tuple(map(tuple, rows)), frozenset(range(1, len(columns))))
-    speeds = Table(("one GPU", "first order", "calibrated"), rates, frozenset({1, 2}))
+    speeds = Table(rate_columns, tuple(rates), frozenset({1, 2}))
     saves = Table(
         ("change, alone", "flags", "saves over the run"), tuple(saving_rows(answer)), frozenset({2})
     )
     moves = Table(
-        ("assumption", "at half or double", "GPU-hours of the run"),
+        ("assumption", "with less or more of it", "GPU-hours of the run"),
         tuple(uncertainty_rows(answer)),
         frozenset({2}),
     )
     largest = f"Largest microbatch that fits: {answer.largest_microbatch:,} tokens, the token budget to set."
-    now = f"The estimate is {answer.chosen.run_gpu_hours:,.0f} GPU-hours for the run."
+    now = f"The estimate is {amount(answer.chosen.run_gpu_hours)} GPU-hours for the run."
     sections = [
         Section(
             heading="Cost",
-            paragraphs=tuple(answer.notes()),
+            paragraphs=tuple(answer.notes),
             tables=(cost, speeds),
             figures=(_hours_figure(answer),),
         ),
@@ -34,7 +43,7 @@ def as_html(answer: Answer) -> str:
         Section(heading="What moves the answer most", paragraphs=(now,), tables=(moves,)),
         Section(
             heading="Assumptions",
-            tables=(Table(("flag", "value", "meaning", "origin"), assumptions, frozenset({1})),),
+            tables=(Table(("flag", "value", "unit", "meaning", "origin"), assumptions, frozenset({1})),),
         ),
     ]
     return render_page("What the run will cost", sections, lead=answer.headline())

@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from agentrl.plan.engine import EngineConstants
 from agentrl.plan.hours import Plan, calibrated
-from agentrl.plan.workload import lognormal_lengths
+from agentrl.plan.inputs import Range, flag_of, ranges_of
+from agentrl.plan.workload import Training, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +20,27 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """Another value of an assumption, how it follows from the present one, and what the run then takes."""
+
+    value: float
+    how: str  # "half", "double", of the odds where a share cannot be doubled, or the end of what is possible
+    gpu_hours: float  # infinity where the run is not possible
+
+
+@dataclass(frozen=True, slots=True)
 class Uncertainty:
-    """One assumption, and the run's GPU-hours at half and at double its value (or as near as it can be)."""
+    """One assumption, and the run's GPU-hours with less and with more of it."""
 
     assumption: str
     flag: str
     value: float
-    low: float
-    high: float
-    gpu_hours_at_low: float
-    gpu_hours_at_high: float
+    low: Trial
+    high: Trial
 
     def swing(self, gpu_hours: float) -> float:
         """The larger of the two distances from the estimate, in GPU-hours."""
-        return max(abs(self.gpu_hours_at_low - gpu_hours), abs(self.gpu_hours_at_high - gpu_hours))
+        return max(abs(trial.gpu_hours - gpu_hours) for trial in (self.low, self.high))
 
 
 def run_gpu_hours(plan: Plan) -> float:
@@ -100,7 +109,7 @@ def _changes(plan: Plan) -> list[tuple[str, str, Plan]]:
     add("decode twice as many sequences together", f"--batch {2 * g.batch}", replace(
         plan, generation=replace(g, batch=2 * g.batch)))  # fmt: skip
     wider = 2 * g.tensor_parallel
-    if plan.gpus % wider == 0:
+    if plan.gpus % wider == 0 and plan.shape.num_heads % wider == 0:
         add(f"engines of {wider} GPUs", f"--tensor-parallel {wider}", replace(
             plan, generation=replace(g, tensor_parallel=wider)))  # fmt: skip
     if plan.schedule == "synchronous":
@@ -109,44 +118,70 @@ def _changes(plan: Plan) -> list[tuple[str, str, Plan]]:
 
 
 def uncertainties(plan: Plan, count: int = 2) -> list[Uncertainty]:
-    """The assumptions that move the run's GPU-hours most at half and double their value, largest first."""
+    """The assumptions that move the run's GPU-hours most at half and double their value, largest first.
+
+    The share without signal, and another share that cannot be doubled, is tried at half and double its odds,
+    p / (1 - p): with dynamic sampling 1 + odds episodes are played for one that is trained on.
+    """
     now = calibrated(plan).run_gpu_hours
     found: list[Uncertainty] = []
-    for assumption, flag, value, least, most, change in _assumptions(plan):
-        low, high = max(value / 2, least), min(2 * value, most)
-        at_low, at_high = run_gpu_hours(change(low)), run_gpu_hours(change(high))
-        if math.isfinite(at_low) and math.isfinite(at_high):
-            found.append(Uncertainty(assumption, flag, value, low, high, at_low, at_high))
+    for assumption in _assumptions(plan):
+        low, high = (
+            Trial(value, how, run_gpu_hours(assumption.change(value))) for value, how in _trials(assumption)
+        )
+        found.append(Uncertainty(assumption.what, flag_of(assumption.field), assumption.value, low, high))
     return sorted(found, key=lambda item: -item.swing(now))[:count]
 
 
-_Change = Callable[[float], Plan]
+@dataclass(frozen=True, slots=True)
+class _Assumption:
+    what: str
+    field: str
+    value: float
+    possible: Range
+    change: Callable[[float], Plan]
 
 
-def _assumptions(plan: Plan) -> list[tuple[str, str, float, float, float, _Change]]:
-    # (what, flag, value, least, most, the plan with another value)
-    w, t, c = plan.workload, plan.training, plan.constants
-    known: list[tuple[str, str, float, float, float, _Change]] = [
-        ("share of the peak that training reaches", "--mfu", t.mfu, 0.0, 1.0,
-         lambda v: replace(plan, training=replace(t, mfu=v))),
-        ("tokens of an episode", "--tokens", w.tokens, w.sampled + w.prompt, math.inf,
-         lambda v: replace(plan, workload=replace(w, tokens=v))),
-        ("sampled tokens of an episode", "--sampled", w.sampled, 0.0, w.tokens - w.prompt,
-         lambda v: replace(plan, workload=replace(w, sampled=v))),
-        ("share of the bandwidth that decoding reaches", "--bandwidth-share", c.bandwidth_share, 0.0, 1.0,
-         lambda v: replace(plan, constants=replace(c, bandwidth_share=v))),
-        ("share of the peak that prefill reaches", "--compute-share", c.compute_share, 0.0, 1.0,
-         lambda v: replace(plan, constants=replace(c, compute_share=v))),
-        ("fixed seconds of a decode step", "--step-seconds", c.step_seconds, 0.0, math.inf,
-         lambda v: replace(plan, constants=replace(c, step_seconds=v))),
-    ]  # fmt: skip
+def _trials(assumption: _Assumption) -> list[tuple[float, str]]:
+    value, possible = assumption.value, assumption.possible
+    half, double, of = value / 2, 2 * value, ""
+    by_odds = assumption.field == "zero_advantage" or (possible.unit == "share" and double > 1)
+    if by_odds and value < 1:
+        odds = value / (1 - value)
+        half, double, of = odds / (2 + odds), 2 * odds / (1 + 2 * odds), " the odds"
+    low, high = possible.clamp(half), possible.clamp(double)
+    return [
+        (low, f"half{of}" if low == half else "the least possible"),
+        (high, f"double{of}" if high == double else "the most possible"),
+    ]
+
+
+def _assumptions(plan: Plan) -> list[_Assumption]:
+    w = plan.workload
+    found: list[_Assumption] = []
+
+    def add(what: str, part: str, field: str, possible: Range | None = None) -> None:
+        # a field of one part of the plan, within its range and what the other figures leave
+        owner: Workload | Training | EngineConstants = getattr(plan, part)
+        ends = ranges_of(type(owner))[field]
+        if possible is not None:
+            ends = Range(max(ends.least, possible.least), min(ends.most, possible.most), ends.unit)
+
+        def change(value: float) -> Plan:
+            return replace(plan, **{part: replace(owner, **{field: value})})
+
+        found.append(_Assumption(what, field, getattr(owner, field), ends, change))
+
+    add("share of the peak that training reaches", "training", "mfu")
+    add("tokens of an episode", "workload", "tokens", Range(w.sampled + w.prompt, math.inf, "tokens"))
+    add("sampled tokens of an episode", "workload", "sampled", Range(0, w.tokens - w.prompt, "tokens"))
+    add("share of the bandwidth that decoding reaches", "constants", "bandwidth_share")
+    add("share of the peak that prefill reaches", "constants", "compute_share")
+    add("fixed seconds of a decode step", "constants", "step_seconds")
     if w.wait_seconds > 0:
-        known.append(("seconds of a tool call", "--tool-seconds", w.tool_seconds, 0.0, math.inf,
-                      lambda v: replace(plan, workload=replace(w, tool_seconds=v))))  # fmt: skip
+        add("seconds of a tool call", "workload", "tool_seconds")
     if w.length_cv > 0 and plan.lengths is None:
-        known.append(("spread of the episode length", "--length-cv", w.length_cv, 0.0, math.inf,
-                      lambda v: replace(plan, lengths=lognormal_lengths(v, 64))))  # fmt: skip
+        add("spread of the episode length", "workload", "length_cv")
     if w.zero_advantage > 0:
-        known.append(("share of episodes without signal", "--zero-advantage", w.zero_advantage, 0.0, 0.95,
-                      lambda v: replace(plan, workload=replace(w, zero_advantage=v))))  # fmt: skip
-    return known
+        add("share of episodes without signal", "workload", "zero_advantage")
+    return found

@@ -2,17 +2,19 @@
 
 import csv
 import io
-import tomllib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
+from typing import Annotated
 
 import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
 from agentrl.plan.engine import Engine, EngineConstants
-from agentrl.plan.models import check_positive
+from agentrl.plan.inputs import Range, check_ranges, ranges_of, read_text
 
 Vector = NDArray[np.float64]
 
@@ -29,16 +31,21 @@ _NOISE = 0.05  # relative error of a measured row, together with what the model 
 class Measurement:
     """One measured row: requests of input_tokens -> output_tokens, so many at a time, and what came out.
 
-    Raises ValueError where a figure is not positive.
+    Raises ValueError where a figure cannot be.
     """
 
-    input_tokens: int
-    output_tokens: int
-    concurrency: int
-    output_tokens_per_second: float
+    input_tokens: Annotated[int, Range(1, 1e9, "tokens")]
+    output_tokens: Annotated[int, Range(1, 1e9, "tokens")]
+    concurrency: Annotated[int, Range(1, 1e6, "requests")]
+    output_tokens_per_second: Annotated[float, Range(1e-6, 1e12, "tokens/s")]
 
     def __post_init__(self) -> None:
-        check_positive(**{name: getattr(self, name) for name in _COLUMNS})
+        check_ranges(self, label=str)
+
+    @property
+    def setting(self) -> tuple[int, int, int]:
+        """What was measured: input tokens, output tokens, concurrency."""
+        return self.input_tokens, self.output_tokens, self.concurrency
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +71,57 @@ class Calibration:
 def read_measurements(path: str | Path) -> list[Measurement]:
     """Rows of a CSV file with the columns input_tokens, output_tokens, concurrency, output_tokens_per_second.
 
-    Other columns are ignored. Raises ValueError naming the line.
+    Other columns and empty lines are ignored. Raises ValueError naming the file, and the line and column
+    where one is wrong.
     """
-    reader = csv.DictReader(io.StringIO(Path(path).read_text(encoding="utf-8")))
-    missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(
-            f"{path} lacks the columns {missing}; the first line must name {', '.join(_COLUMNS)}"
-        )
+    reader = csv.reader(io.StringIO(read_text(path)))
     rows: list[Measurement] = []
-    for number, row in enumerate(reader, start=2):
-        try:
-            prompt, output, concurrency = (int(row[column]) for column in _COLUMNS[:3])
-            rows.append(Measurement(prompt, output, concurrency, float(row[_COLUMNS[3]])))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+    no_cells: list[str] = []
+    try:
+        header = [cell.strip() for cell in next(reader, no_cells)]
+        missing = [column for column in _COLUMNS if column not in header]
+        if missing:
+            raise ValueError(
+                f"{path} lacks the columns {missing}; the first line must name {', '.join(_COLUMNS)}"
+            )
+        for cells in reader:
+            if any(cell.strip() for cell in cells):
+                found = dict(zip(header, cells, strict=False))
+                rows.append(_measurement(found, f"{path}, line {reader.line_num}"))
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
     if not rows:
         raise ValueError(f"{path} holds no rows")
     return rows
+
+
+def _measurement(cells: Mapping[str, str], where: str) -> Measurement:
+    numbers: dict[str, float] = {}
+    for column in _COLUMNS:
+        text = cells.get(column, "").strip()
+        try:
+            numbers[column] = float(text)
+        except ValueError as error:
+            raise ValueError(f"{where}: {column} must be a number, got {text!r}") from error
+        ranges_of(Measurement)[column].check(f"{where}: {column}", numbers[column])
+        if column in _COLUMNS[:3] and numbers[column] % 1:
+            raise ValueError(f"{where}: {column} must be a whole number, got {text!r}")
+    prompt, output, concurrency = (int(numbers[column]) for column in _COLUMNS[:3])
+    return Measurement(prompt, output, concurrency, numbers[_COLUMNS[3]])
+
+
+def merge_repeats(rows: Sequence[Measurement]) -> list[Measurement]:
+    """One row a setting, with the geometric mean of its rates, in the order of first appearance.
+
+    A repeat of a fitted row tests the noise, not the fit; so it must not be among the rows left out.
+
+    >>> merge_repeats([Measurement(8, 8, 1, 2.0), Measurement(8, 8, 2, 3.0), Measurement(8, 8, 1, 8.0)])[0]
+    Measurement(input_tokens=8, output_tokens=8, concurrency=1, output_tokens_per_second=4.0)
+    """
+    rates: dict[tuple[int, int, int], list[float]] = {}
+    for row in rows:
+        rates.setdefault(row.setting, []).append(row.output_tokens_per_second)
+    return [Measurement(*setting, geometric_mean(found)) for setting, found in rates.items()]
 
 
 def choose_rows(engine: Engine, rows: Sequence[Measurement], num_rows: int = 5) -> list[int]:
@@ -108,7 +148,7 @@ def choose_rows(engine: Engine, rows: Sequence[Measurement], num_rows: int = 5) 
 def fit(
     engine: Engine, rows: Sequence[Measurement], chosen: Sequence[int], name: str = "fitted"
 ) -> Calibration:
-    """Constants that explain the chosen rows, and the errors on the others.
+    """Constants that explain the chosen rows, and the errors on the others that are not repeats of them.
 
     Maximum a posteriori in the logarithms: relative errors of the rate against the prior above, by damped
     Gauss-Newton steps. `engine` gives the model, the GPU and the memory; its four constants are not used.
@@ -129,8 +169,8 @@ def fit(
         normal = jacobian.T @ jacobian
         damped = normal + damping * np.diag(np.diag(normal))
         move = np.asarray(np.linalg.solve(damped, -jacobian.T @ now), np.float64)
-        trial = residuals(point + move)
-        if trial @ trial < now @ now:
+        trial = residuals(point + move) if _possible(point + move) else None
+        if trial is not None and trial @ trial < now @ now:
             point, now, damping = point + move, trial, damping / 5
             if float(np.abs(move).max()) < 1e-9:
                 break
@@ -139,8 +179,8 @@ def fit(
             if damping > 1e12:
                 break
     fitted = _with_constants(engine, point)
-    left = set(range(len(rows))) - set(chosen)
-    held_out = tuple(rows[i] for i in sorted(left))
+    seen = {row.setting for row in used}
+    held_out = tuple(row for row in rows if row.setting not in seen)
     errors = tuple(
         fitted.serving_tokens_per_second(row.input_tokens, row.output_tokens, row.concurrency)
         / row.output_tokens_per_second
@@ -153,8 +193,10 @@ def fit(
 def leave_one_out(engine: Engine, rows: Sequence[Measurement]) -> tuple[float, ...]:
     """Relative error on each row of a fit on all the others: what to report where every row is needed to fit.
 
-    Raises ValueError for fewer than two rows.
+    Raises ValueError for fewer than two rows, and where two have one setting (`merge_repeats` them).
     """
+    if len({row.setting for row in rows}) < len(rows):
+        raise ValueError("rows of one setting cannot be left out one by one; merge_repeats them first")
     if len(rows) < 2:
         raise ValueError(f"leaving one out needs two rows at least, got {len(rows)}")
     every = range(len(rows))
@@ -162,10 +204,21 @@ def leave_one_out(engine: Engine, rows: Sequence[Measurement]) -> tuple[float, .
 
 
 def overhead_bytes(engine: Engine, cache_tokens: float) -> float:
-    """Memory outside weights and cache that explains the number of cache tokens that an engine reports."""
+    """Memory outside weights and cache, a GPU, that explains the number of cache tokens an engine reports.
+
+    Raises ValueError where the GPUs cannot hold so many tokens beside the weights.
+    """
     held = cache_tokens * engine.shape.kv_bytes_per_token(engine.kv_bytes_each)
     taken = engine.gpu.memory_bytes * engine.constants.memory_utilization * engine.tensor_parallel
-    return (taken - engine.shape.weight_bytes(engine.weight_bytes_each) - held) / engine.tensor_parallel
+    left = taken - engine.shape.weight_bytes(engine.weight_bytes_each)
+    if held > left:
+        most = math.floor(left / engine.shape.kv_bytes_per_token(engine.kv_bytes_each))
+        raise ValueError(
+            f"{cache_tokens:,.0f} tokens of cache cannot be: beside the weights of {engine.shape.name}, "
+            f"{engine.tensor_parallel} x {engine.gpu.name} hold at most {most:,}; check --cache-tokens, "
+            "--gpu, --tensor-parallel, --weight-bits, --kv-bits and --memory-utilization"
+        )
+    return (left - held) / engine.tensor_parallel
 
 
 def constants_to_toml(constants: EngineConstants) -> str:
@@ -173,12 +226,13 @@ def constants_to_toml(constants: EngineConstants) -> str:
     return tomli_w.dumps(asdict(constants))
 
 
-def constants_from_toml(text: str) -> EngineConstants:
-    """Constants from TOML text. Raises ValueError for unknown or missing keys and for wrong values."""
-    try:
-        return EngineConstants(**tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, TypeError) as error:
-        raise ValueError(f"the engine file does not describe an engine: {error}") from error
+def _possible(point: Vector) -> bool:
+    # inside the ranges, with room for the steps of the slopes
+    ranges = ranges_of(EngineConstants)
+    return all(
+        1.001 * ranges[field].least <= value <= 0.999 * ranges[field].most
+        for field, value in zip(_FIELDS, np.exp(np.clip(point, -700, 700)), strict=True)
+    )
 
 
 def _with_constants(engine: Engine, point: Vector) -> Engine:

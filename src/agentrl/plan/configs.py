@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from agentrl.plan.inputs import Range, read_text
 from agentrl.plan.models import Experts, LatentAttention, LinearAttention, ModelShape
 
 Config = Mapping[str, Any]
@@ -16,6 +17,8 @@ _ENDINGS = ("-instruct", "-base", "-it", "-pt")  # trained differently, shaped t
 # a config with one of these has layers whose cost this file does not know
 _UNKNOWN_PARTS = ("ssm_cfg", "ssm_state_size", "mamba_d_state", "state_size", "conv_L_cache",
                   "linear_attn_config", "index_topk", "compress_ratios", "encoder_layers")  # fmt: skip
+_COUNT = Range(1, 1e9, "")
+_LAYERS = Range(1, 1e4, "layers")
 _WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3")
 _TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
@@ -49,9 +52,9 @@ def shape_from_config(config: Config, name: str = "config.json") -> ModelShape:
         head_dim=_integer(config, "head_dim", name, width // num_heads),
         num_full_layers=kinds.count("full_attention"),
         num_window_layers=kinds.count("sliding_attention"),
-        window=int(config.get("sliding_window") or 0),
+        window=_count(config, "sliding_window", name),
         num_linear_layers=kinds.count("linear_attention"),
-        ffn_width=int(config.get("intermediate_size") or 0),
+        ffn_width=_count(config, "intermediate_size", name),
         tied_head=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT)),
         attention_gate=bool(config.get("attn_output_gate", False)),
         latent=_latent(config, name),
@@ -66,11 +69,18 @@ def _integer(config: Config, key: str, name: str, default: int | None = None) ->
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: {key} must be a positive integer, got {value!r}")
+    _COUNT.check(f"{name}: {key}", value)
     return value
+
+
+def _count(config: Config, key: str, name: str) -> int:
+    # of something that a model may lack: 0 where the key is missing, null or 0
+    return _integer(config, key, name) if config.get(key) else 0
 
 
 def _layer_kinds(config: Config, name: str) -> list[str]:
     num_layers = _integer(config, "num_hidden_layers", name)
+    _LAYERS.check(f"{name}: num_hidden_layers", num_layers)
     model_type = str(config.get("model_type", ""))
     if isinstance(config.get("layer_types"), list):
         kinds = [str(kind) for kind in cast(list[object], config["layer_types"])]
@@ -89,7 +99,7 @@ def _layer_kinds(config: Config, name: str) -> list[str]:
     elif model_type in _WINDOWED_THROUGHOUT and config.get("sliding_window"):
         every, other = num_layers + 1, "sliding_attention"
     elif config.get("use_sliding_window") and config.get("sliding_window"):
-        first = int(config.get("max_window_layers") or 0)
+        first = _count(config, "max_window_layers", name)
         return ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     else:
         return ["full_attention"] * num_layers
@@ -97,23 +107,25 @@ def _layer_kinds(config: Config, name: str) -> list[str]:
 
 
 def _experts(config: Config, num_layers: int, name: str) -> Experts | None:
-    num_experts = next(
-        (int(config[k]) for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), 0
-    )
-    if num_experts == 0:
+    key = next((k for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), None)
+    if key is None:
         return None
-    width = int(config.get("moe_intermediate_size") or 0) or _integer(config, "intermediate_size", name)
-    first = int(config.get("first_k_dense_replace") or 0)
-    step = int(config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1)
-    only = cast(list[int], config.get("mlp_only_layers") or [])
-    dense = {*only, *range(first)}
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
+    num_experts, chosen = _integer(config, key, name), _integer(config, "num_experts_per_tok", name)
+    if chosen > num_experts:
+        raise ValueError(f"{name}: num_experts_per_tok ({chosen}) cannot be more than {key} ({num_experts})")
+    width = _count(config, "moe_intermediate_size", name) or _integer(config, "intermediate_size", name)
+    first = _count(config, "first_k_dense_replace", name)
+    step = _count(config, "decoder_sparse_step", name) or _count(config, "moe_layer_freq", name) or 1
+    dense: object = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ValueError(f"{name}: mlp_only_layers must be a list, got {dense!r}")
+    shared = _count(config, "shared_expert_intermediate_size", name)
     return Experts(
-        num_layers=sum(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        num_layers=sum(i not in dense and (i + 1) % step == 0 for i in range(first, num_layers)),
         num_experts=num_experts,
-        experts_per_token=_integer(config, "num_experts_per_tok", name),
+        experts_per_token=chosen,
         width=width,
-        shared_width=shared or int(config.get("n_shared_experts") or 0) * width,
+        shared_width=shared or _count(config, "n_shared_experts", name) * width,
     )
 
 
@@ -125,7 +137,7 @@ def _latent(config: Config, name: str) -> LatentAttention | None:
         rope_dim=_integer(config, "qk_rope_head_dim", name),
         nope_dim=_integer(config, "qk_nope_head_dim", name),
         value_dim=_integer(config, "v_head_dim", name),
-        q_rank=int(config.get("q_lora_rank") or 0),
+        q_rank=_count(config, "q_lora_rank", name),
     )
 
 
@@ -154,11 +166,18 @@ def _with_card(shape: ModelShape, card_parameters: float | None) -> ModelShape:
 
 def fetch_config(name: str) -> str:
     """Text of a hub model's `config.json`; URLError where the hub or the model is out of reach."""
-    import urllib.request  # slow to load, and rarely needed
+    # slow to load, and rarely needed
+    import urllib.request
+    from http.client import HTTPException
+    from urllib.error import URLError
+    from urllib.parse import quote
 
-    url = f"https://huggingface.co/{name}/resolve/main/config.json"
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        return answer.read().decode()
+    url = f"https://huggingface.co/{quote(name)}/resolve/main/config.json"
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.read().decode(errors="replace")
+    except HTTPException as error:
+        raise URLError(repr(error)) from error
 
 
 def find_model(name: str, fetch: Callable[[str], str] = fetch_config) -> ModelShape:
@@ -179,17 +198,20 @@ def find_model(name: str, fetch: Callable[[str], str] = fetch_config) -> ModelSh
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(f"the folder {name} holds no config.json")
     if path.is_file():
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        return _parse(read_text(path), str(path))
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):
+        raise ValueError(f"no such file: {name} (wanted a model's config.json, or the folder that holds it)")
     why = ""
-    if name.count("/") == 1 and not name.startswith((".", "/")):
+    if name.count("/") == 1:
         try:
             return _parse(fetch(name), name)
         except OSError as error:
             why = f" on the hub ({error})"
-    nearest = difflib.get_close_matches(_key(name), by_key, n=1, cutoff=0.4)
-    known = by_key[nearest[0]].name if nearest else next(iter(table))
-    raise ValueError(f"no model {name!r}{why}; did you mean {known!r}? (or give the path of a config.json)")
+    nearest = by_key[difflib.get_close_matches(_key(name), by_key, n=1, cutoff=0.0)[0]].name
+    raise ValueError(f"no model {name!r}{why}; did you mean {nearest!r}? (or give the path of a config.json)")
 
 
 def _parse(text: str, name: str) -> ModelShape:

@@ -10,10 +10,16 @@ decode steps that it shares the GPU with. The four constants are fitted to measu
 """
 
 import math
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated
 
 from agentrl.plan.gpus import Gpu
+from agentrl.plan.inputs import Range, check_ranges, ranges_of
 from agentrl.plan.models import ModelShape, check_positive
+
+_MOST_UTILIZATION = 0.95  # that engines are run at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,26 +27,49 @@ class EngineConstants:
     """What one engine version costs beyond the roofline; assumed to hold for other GPUs and models too."""
 
     name: str  # engine and version, and what it was measured on
-    step_seconds: float  # fixed time of a decode step: scheduling, launches, sampling
-    sequence_seconds: float  # time that each sequence of a step adds
-    bandwidth_share: float  # share of the peak memory bandwidth that decoding reaches
-    compute_share: float  # share of the peak arithmetic that prefill reaches
-    overhead_bytes: float = 0.0  # memory of the runtime outside weights and cache
-    memory_utilization: float = 0.9  # share of the GPU's memory that the engine takes
+    # fixed time of a decode step: scheduling, launches, sampling
+    step_seconds: Annotated[float, Range(1e-12, 100, "seconds")]
+    # time that each sequence of a step adds
+    sequence_seconds: Annotated[float, Range(1e-12, 100, "seconds")]
+    # shares of the peak that decoding and prefill reach; above 1 where the peak is understated
+    bandwidth_share: Annotated[float, Range(1e-4, 2, "share")]
+    compute_share: Annotated[float, Range(1e-4, 2, "share")]
+    # memory of the runtime outside weights and cache, a GPU
+    overhead_bytes: Annotated[float, Range(0, 1e15, "bytes")] = 0.0
+    # share of the GPU's memory that the engine takes
+    memory_utilization: Annotated[float, Range(1e-3, 1, "share")] = 0.9
 
     def __post_init__(self) -> None:
-        check_positive(
-            step_seconds=self.step_seconds,
-            sequence_seconds=self.sequence_seconds,
-            bandwidth_share=self.bandwidth_share,
-            compute_share=self.compute_share,
-            memory_utilization=self.memory_utilization,
+        check_ranges(self)
+
+
+def constants_from_toml(text: str, file: str = "the engine file") -> EngineConstants:
+    """Constants from the TOML text that `agentrl plan calibrate` writes.
+
+    Raises ValueError, naming the file and the key, for unknown or missing keys and for wrong values.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{file} is not TOML: {error}") from error
+    ranges = ranges_of(EngineConstants)
+    unknown = sorted(set(values) - {"name", *ranges})
+    if unknown:
+        raise ValueError(f"{file} has unknown keys {unknown}; the keys are {['name', *ranges]}")
+    required = [entry.name for entry in fields(EngineConstants) if entry.default is MISSING]
+    missing = [key for key in required if key not in values]
+    if missing:
+        raise ValueError(
+            f"{file} lacks the keys {missing}; `agentrl plan calibrate --output` writes them all"
         )
-        if self.memory_utilization > 1 or self.overhead_bytes < 0:
-            raise ValueError(
-                "memory_utilization must be at most 1 and overhead_bytes at least 0, "
-                f"got {self.memory_utilization} and {self.overhead_bytes}"
-            )
+    if not isinstance(values["name"], str):
+        raise ValueError(f"{file}: name must be text, got {values['name']!r}")
+    for key, wanted in ranges.items():
+        value = values.get(key, wanted.least)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{file}: {key} must be a number, got {value!r}")
+        wanted.check(f"{file}: {key}", value)
+    return EngineConstants(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +91,29 @@ class Engine:
         if self.tensor_parallel < 1:
             raise ValueError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
         check_positive(weight_bytes_each=self.weight_bytes_each, kv_bytes_each=self.kv_bytes_each)
-        if self.allreduce_seconds < 0:
+        if not self.allreduce_seconds >= 0:
             raise ValueError(f"allreduce_seconds must not be negative, got {self.allreduce_seconds}")
         if self.pool_bytes <= 0:
-            have = self.tensor_parallel * self.gpu.memory_bytes * self.constants.memory_utilization / 1e9
-            weights = self.shape.weight_bytes(self.weight_bytes_each) / 1e9
-            raise ValueError(
-                f"{self.shape.name} does not fit: {weights:.1f} GB of weights leave no cache in the "
-                f"{have:.1f} GB that an engine takes of {self.tensor_parallel} x {self.gpu.name}; raise "
-                f"--tensor-parallel (up to --gpus), or use --weight-bits 8"
+            raise ValueError(self._why_nothing_is_left())
+
+    def _why_nothing_is_left(self) -> str:
+        c, ways = self.constants, self.tensor_parallel
+        taken = self.gpu.memory_bytes * c.memory_utilization
+        weights = self.shape.weight_bytes(self.weight_bytes_each)
+        if c.overhead_bytes >= taken:
+            remedy = "lower --overhead-bytes or raise --memory-utilization"
+        elif weights < ways * (_MOST_UTILIZATION * self.gpu.memory_bytes - c.overhead_bytes):
+            remedy = "raise --memory-utilization or --tensor-parallel (up to --gpus)"
+        else:
+            remedy = "raise --tensor-parallel (up to --gpus)" + (
+                ", or use --weight-bits 8" if self.weight_bytes_each > 1 else ""
             )
+        overhead, name = c.overhead_bytes / 1e9, self.shape.name
+        return (
+            f"{name} does not fit: {weights / 1e9:.1f} GB of weights and {overhead:.1f} GB of overhead a GPU "
+            f"leave no cache in the {ways * taken / 1e9:.1f} GB that an engine takes of {ways} x "
+            f"{self.gpu.name}; {remedy}"
+        )
 
     @property
     def pool_bytes(self) -> float:
@@ -94,18 +136,30 @@ class Engine:
         held = self.sequence_bytes(context)
         return self.pool_bytes / held if held > 0 else math.inf
 
+    def decode_pace(self, context: float) -> Callable[[float], float]:
+        """Sequences -> seconds of one decode step of so many on `context` tokens each, without prefill.
+
+        What their number does not change is worked out once.
+        """
+        c, ways, shape = self.constants, self.tensor_parallel, self.shape
+        cache = self.sequence_bytes(context)
+        flops = 2 * shape.active_parameters + shape.decode_flops_per_token(context)
+        bytes_per_second = ways * c.bandwidth_share * self.gpu.bytes_per_second
+        flops_per_second = ways * c.compute_share * self.gpu.flops_per_second
+        reduce = 2 * shape.num_layers * self.allreduce_seconds if ways > 1 else 0.0
+        dense = None if shape.experts else shape.read_parameters(1)
+
+        def seconds(batch: float) -> float:
+            weights = shape.read_parameters(batch) if dense is None else dense
+            read = weights * self.weight_bytes_each + batch * cache
+            bound = max(read / bytes_per_second, batch * flops / flops_per_second)
+            return c.step_seconds + bound + batch * c.sequence_seconds + reduce
+
+        return seconds
+
     def decode_seconds(self, batch: float, context: float) -> float:
         """Seconds of one decode step of `batch` sequences on `context` tokens each, without prefill."""
-        c, ways = self.constants, self.tensor_parallel
-        weights = self.shape.read_parameters(batch) * self.weight_bytes_each
-        read = (weights + batch * self.sequence_bytes(context)) / ways
-        flops = batch * (2 * self.shape.active_parameters + self.shape.decode_flops_per_token(context)) / ways
-        bound = max(
-            read / (c.bandwidth_share * self.gpu.bytes_per_second),
-            flops / (c.compute_share * self.gpu.flops_per_second),
-        )
-        reduce = 2 * self.shape.num_layers * self.allreduce_seconds if ways > 1 else 0.0
-        return c.step_seconds + bound + batch * c.sequence_seconds + reduce
+        return self.decode_pace(context)(batch)
 
     def prefill_seconds_per_token(self, context: float) -> float:
         """Seconds a prefilled token takes when it reads `context` earlier tokens on average."""

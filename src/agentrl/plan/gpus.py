@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from agentrl.plan.inputs import Range, read_text
+
 _TABLE = Path(__file__).with_name("gpus.toml")
-_KEYS = ("bf16_tflops", "bandwidth_gbs", "memory_mib")
+_KEYS = {
+    "bf16_tflops": Range(1e-3, 1e6, "TFLOP/s"),
+    "bandwidth_gbs": Range(1e-3, 1e7, "GB/s"),
+    "memory_mib": Range(1, 1e10, "MiB"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +39,11 @@ class Gpu:
                 raise ValueError(f"GPU {self.name!r}: {field} must be positive, got {value}")
 
 
-def gpus_from_toml(text: str) -> dict[str, Gpu]:
+def gpus_from_toml(text: str, file: str = "the GPU file") -> dict[str, Gpu]:
     """GPUs by name from TOML text: a table a GPU with bf16_tflops, bandwidth_gbs, memory_mib and source.
 
-    Raises ValueError for text that is not TOML, for unknown keys and for figures that are missing or not
-    positive.
+    Raises ValueError, naming the file, for text that is not TOML, for unknown keys and for figures that are
+    missing or cannot be.
 
     >>> gpus_from_toml('''[mine]
     ... bf16_tflops = 100
@@ -49,20 +55,22 @@ def gpus_from_toml(text: str) -> dict[str, Gpu]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"the GPU file is not TOML: {error}") from error
+        raise ValueError(f"{file} is not TOML: {error}") from error
     found: dict[str, Gpu] = {}
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise ValueError(
-                f"the GPU file holds {name!r} outside a table; write [NAME] above each GPU's figures"
-            )
+            raise ValueError(f"{file} holds {name!r} outside a table; write [NAME] above each GPU's figures")
         figures = cast(dict[str, Any], table)
         unknown = sorted(set(figures) - {*_KEYS, "source"})
         if unknown:
-            raise ValueError(f"GPU {name!r} has unknown keys {unknown}; the keys are {[*_KEYS, 'source']}")
-        for key in _KEYS:
-            if isinstance(figures.get(key), bool) or not isinstance(figures.get(key), int | float):
-                raise ValueError(f"GPU {name!r} needs a number for {key}, got {figures.get(key)!r}")
+            raise ValueError(
+                f"{file}: GPU {name!r} has unknown keys {unknown}; the keys are {[*_KEYS, 'source']}"
+            )
+        for key, wanted in _KEYS.items():
+            value = figures.get(key)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{file}: GPU {name!r} needs a number for {key}, got {value!r}")
+            wanted.check(f"{file}: GPU {name!r}: {key}", value)
         found[name] = Gpu(
             name=name,
             flops_per_second=float(figures["bf16_tflops"]) * 1e12,
@@ -76,9 +84,9 @@ def gpus_from_toml(text: str) -> dict[str, Gpu]:
 def load_gpus(path: str | Path | None = None) -> dict[str, Gpu]:
     """The built-in GPUs by name, with those of the TOML file at `path` added (they win over a built-in
     name)."""
-    found = gpus_from_toml(_TABLE.read_text(encoding="utf-8"))
+    found = gpus_from_toml(read_text(_TABLE))
     if path is not None:
-        found |= gpus_from_toml(Path(path).read_text(encoding="utf-8"))
+        found |= gpus_from_toml(read_text(path), str(path))
     return found
 
 
@@ -88,18 +96,14 @@ def find_gpu(name: str, gpus: Mapping[str, Gpu] | None = None) -> Gpu:
 
     >>> find_gpu("h200").flops_per_second
     989000000000000.0
-    >>> find_gpu("H20O")
-    Traceback (most recent call last):
-    ...
-    ValueError: no GPU 'H20O'; did you mean 'H200'? (define others with --gpu-file)
     """
     table = load_gpus() if gpus is None else gpus
     by_key = {_key(known): gpu for known, gpu in table.items()}
     if _key(name) in by_key:
         return by_key[_key(name)]
-    nearest = difflib.get_close_matches(_key(name), by_key, n=1, cutoff=0.5)
-    hint = f"did you mean {by_key[nearest[0]].name!r}?" if nearest else f"known are {', '.join(table)}"
-    raise ValueError(f"no GPU {name!r}; {hint} (define others with --gpu-file)")
+    nearest = by_key[difflib.get_close_matches(_key(name), by_key, n=1, cutoff=0.0)[0]].name
+    known = ", ".join(table)
+    raise ValueError(f"no GPU {name!r}; did you mean {nearest!r}? known are {known} (--gpu-file adds others)")
 
 
 def _key(name: str) -> str:

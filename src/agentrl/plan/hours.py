@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from agentrl.plan.engine import Engine, EngineConstants
 from agentrl.plan.gpus import Gpu
+from agentrl.plan.inputs import Range, check_ranges
 from agentrl.plan.memory import check_training_fits
 from agentrl.plan.models import ModelShape
 from agentrl.plan.rollout import Rollout, lifetime_context, play
@@ -21,7 +23,7 @@ class Plan:
 
     shape: ModelShape
     gpu: Gpu
-    gpus: int
+    gpus: Annotated[int, Range(1, 1e6, "GPUs")]
     workload: Workload
     generation: Generation
     training: Training
@@ -30,10 +32,9 @@ class Plan:
     lengths: Lengths | None = None  # None: log-normal with the workload's spread
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         for part in (self.workload, self.generation, self.training):
             part.check()
-        if self.gpus < 1:
-            raise ValueError(f"--gpus must be at least 1, got {self.gpus}")
         if self.generation.tensor_parallel > self.gpus:
             raise ValueError(
                 f"--tensor-parallel ({self.generation.tensor_parallel}) cannot be more than "

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from agentrl.plan.engine import Engine
 from agentrl.plan.workload import Generation, Lengths, Workload
 
-_MOST_ITEMS = 128  # more episodes are played in equal groups
+_MOST_IN_FLIGHT = 64  # more sequences are played in equal groups
+_MOST_ITEMS = 256  # of them are played one by one, the last ones; those before go at a full batch's pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,22 +72,27 @@ def play(
     context = generation.context or lifetime_context(workload, lengths)
     fit = engine.max_sequences(context)
     if fit < 1:
+        cause = "--context" if generation.context else "from --tokens and --length-cv"
         raise ValueError(
-            f"a sequence of {context:,.0f} tokens does not fit the cache of {engine.tensor_parallel} x "
-            f"{engine.gpu.name} ({engine.pool_bytes / 1e9:.1f} GB, {fit:.2f} sequences); raise "
-            "--tensor-parallel, or use --kv-bits 8"
+            f"a sequence of {context:,.0f} tokens ({cause}) does not fit the cache of "
+            f"{engine.tensor_parallel} x {engine.gpu.name} ({engine.pool_bytes / 1e9:.1f} GB, {fit:.2g} of "
+            "one); raise --tensor-parallel (up to --gpus), or lower --kv-bits or --weight-bits"
         )
     prefill = prefill_tokens(workload, generation.prefix_cache) / workload.sampled
     wait = workload.wait_seconds / workload.sampled
     episodes = workload.generated_episodes / num_engines
     slots = min(math.floor(generation.batch), math.floor(fit), max(1, math.ceil(episodes)))
-    full = engine.step_seconds(slots, context, prefill, context)
+    decode_seconds = engine.decode_pace(context)
+    prefill_seconds = prefill * engine.prefill_seconds_per_token(context)  # beside a sampled token
+
+    def step_seconds(decoding: float) -> float:
+        return decode_seconds(decoding) + decoding * prefill_seconds
 
     def per_token(active: float) -> float:
         # seconds between two tokens of one sequence, its tools included
         decoding, step = active, 0.0  # the map is a contraction: a step grows less than in proportion
         for _ in range(50):
-            step = engine.step_seconds(decoding, context, prefill, context)
+            step = step_seconds(decoding)
             trial = active * step / (step + wait)
             if abs(trial - decoding) < 1e-6 * active:
                 break
@@ -101,8 +107,8 @@ def play(
         seconds = drain_seconds(workload.sampled, lengths, episodes, slots, per_token)
     return Rollout(
         seconds=seconds,
-        decode_seconds=sampled * engine.decode_seconds(slots, context) / slots,
-        prefill_seconds=sampled * (full - engine.decode_seconds(slots, context)) / slots,
+        decode_seconds=sampled * decode_seconds(slots) / slots,
+        prefill_seconds=sampled * prefill_seconds,
         batch=slots,
         decoding=slots * (first - wait) / first,
         context=context,
@@ -115,17 +121,18 @@ def drain_seconds(
     sampled: float, lengths: Lengths, episodes: float, slots: int, per_token: Callable[[float], float]
 ) -> float:
     """Seconds until the last of `episodes` ends, `slots` at a time, all in flight going at the same pace."""
-    num_items = max(1, min(math.ceil(episodes), _MOST_ITEMS))
-    weight = episodes / num_items  # episodes that an item stands for
+    width = min(slots, _MOST_IN_FLIGHT)  # items in flight, which stand for `slots` episodes
+    num_items = min(max(1, math.ceil(episodes * width / slots)), _MOST_ITEMS)
+    last = min(episodes, num_items * slots / width)
+    weight = last / num_items  # episodes that an item stands for
     # spread over the quantiles, in an order in which long and short come mixed
     order = sorted(range(num_items), key=lambda i: (i * 0.6180339887498949) % 1)
     relative = lengths.relative
     todo = [sampled * relative[(2 * i + 1) * len(relative) // (2 * num_items)] for i in order]
-    scale = episodes * sampled / (weight * math.fsum(todo))  # a sample of the quantiles keeps the mean
-    width = max(1, round(slots / weight))
+    scale = last * sampled / (weight * math.fsum(todo))  # a sample of the quantiles keeps the mean
     ends: list[float] = []  # heap of the progress, in tokens of a sequence, at which those in flight end
     pace: dict[int, float] = {}
-    progress = seconds = 0.0
+    progress, seconds = 0.0, (episodes - last) * sampled * per_token(slots) / slots
     while todo or ends:
         while todo and len(ends) < width:
             heapq.heappush(ends, progress + scale * todo.pop())

@@ -4,11 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Optional
 
 from typing_extensions import Doc
 
+from agentrl.plan.inputs import Range, check_ranges, flag_of
+
 Schedule = Literal["synchronous", "overlapped"]
+Bits = Literal[16, 8, 4]
 Logits = Literal["full", "chunked", "recomputed", "actions"]
 
 
@@ -16,43 +19,47 @@ Logits = Literal["full", "chunked", "recomputed", "actions"]
 class Workload:
     """The episodes of one optimizer step. A `Plan` checks it."""
 
-    episodes: Annotated[int, Doc("episodes trained on in one optimizer step")] = 512
-    tokens: Annotated[float, Doc("tokens of an episode, mean")] = 24_000
-    sampled: Annotated[float, Doc("tokens of an episode that the policy samples, mean")] = 6_000
-    prompt: Annotated[float, Doc("tokens of an episode before its first turn")] = 2_000
-    turns: Annotated[int, Doc("model calls of an episode, each followed by a tool call but the last")] = 20
-    tool_seconds: Annotated[float, Doc("seconds that one tool call takes, mean")] = 1.0
-    length_cv: Annotated[float, Doc("spread of the episode length after the prompt: deviation over mean")] = (
-        0.5
+    episodes: Annotated[int, Doc("episodes trained on in one optimizer step"), Range(1, 1e7, "episodes")] = (
+        512
     )
-    zero_advantage: Annotated[float, Doc("share of the episodes whose group has no signal")] = 0.0
+    tokens: Annotated[float, Doc("tokens of an episode, mean"), Range(1, 1e8, "tokens")] = 24_000
+    sampled: Annotated[
+        float, Doc("tokens of an episode that the policy samples, mean"), Range(1, 1e8, "tokens")
+    ] = 6_000
+    prompt: Annotated[float, Doc("tokens of an episode before its first turn"), Range(0, 1e8, "tokens")] = (
+        2_000
+    )
+    turns: Annotated[
+        int,
+        Doc("model calls of an episode, each followed by a tool call but the last"),
+        Range(1, 1e6, "turns"),
+    ] = 20
+    tool_seconds: Annotated[
+        float, Doc("seconds that one tool call takes, mean"), Range(0, 1e6, "seconds")
+    ] = 1.0
+    length_cv: Annotated[
+        float,
+        Doc("spread of the episode length after the prompt: deviation over mean"),
+        Range(0, 10, "deviation over mean"),
+    ] = 0.5
+    zero_advantage: Annotated[
+        float, Doc("share of the episodes whose group has no signal"), Range(0, 0.999, "share")
+    ] = 0.0
     dynamic_sampling: Annotated[bool, Doc("sample more until every trained episode has signal")] = True
-    steps: Annotated[int, Doc("optimizer steps of the run")] = 300
+    steps: Annotated[int, Doc("optimizer steps of the run"), Range(1, 1e8, "steps")] = 300
 
     def check(self) -> None:
         """Raise ValueError naming the first figure that cannot be."""
-        for name, least in (("episodes", 1), ("turns", 1), ("steps", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("tokens", "sampled"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"--{name} must be positive, got {getattr(self, name):g}")
-        for name in ("prompt", "tool_seconds", "length_cv"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name):g}"
-                )
+        check_ranges(self)
         if self.sampled > self.tokens:
             raise ValueError(
                 f"--sampled ({self.sampled:g}) cannot be more than --tokens ({self.tokens:g}) an episode"
             )
-        if self.prompt + self.sampled > self.tokens:
+        if self.prompt + self.sampled > self.tokens * (1 + 1e-12):  # measured means round
             raise ValueError(
                 f"--prompt ({self.prompt:g}) and --sampled ({self.sampled:g}) cannot be more than --tokens "
                 f"({self.tokens:g}) together; lower --prompt"
             )
-        if not 0 <= self.zero_advantage < 1:
-            raise ValueError(f"--zero-advantage must be in [0, 1), got {self.zero_advantage:g}")
 
     @property
     def generated_episodes(self) -> float:
@@ -69,44 +76,41 @@ class Workload:
 class Generation:
     """How the engine runs. A `Plan` checks it."""
 
-    batch: Annotated[int, Doc("sequences that an engine decodes together at most")] = 64
+    batch: Annotated[
+        int, Doc("sequences that an engine decodes together at most"), Range(1, 1e6, "sequences")
+    ] = 64
     context: Annotated[
-        float | None,
+        Optional[float],  # noqa: UP045 - `float | None` costs `agentrl plan` a tenth of a second of tyro
         Doc("tokens of context at which decoding is priced; unset: weighted by how long it lives"),
+        Range(1, 1e9, "tokens"),
     ] = None
-    busy: Annotated[float, Doc("share of the time that the engine decodes (first order only)")] = 0.5
-    tensor_parallel: Annotated[int, Doc("GPUs that one copy of the model is spread over in generation")] = 1
-    weight_bits: Annotated[int, Doc("bits a weight in the engine: 16, 8 or 4")] = 16
-    kv_bits: Annotated[int, Doc("bits a cached number: 16, 8 or 4")] = 16
+    busy: Annotated[
+        float, Doc("share of the time that the engine decodes (first order only)"), Range(1e-3, 1, "share")
+    ] = 0.5
+    tensor_parallel: Annotated[
+        int, Doc("GPUs that one copy of the model is spread over in generation"), Range(1, 1e6, "GPUs")
+    ] = 1
+    weight_bits: Annotated[Bits, Doc("bits a weight in the engine: 16, 8 or 4")] = 16
+    kv_bits: Annotated[Bits, Doc("bits a cached number: 16, 8 or 4")] = 16
     kv_shrink: Annotated[
-        float, Doc("how many times smaller the cache is than the model's config makes it")
+        float,
+        Doc("how many times smaller the cache is than the model's config makes it"),
+        Range(1e-2, 1e4, "times"),
     ] = 1.0
     prefix_cache: Annotated[bool, Doc("a turn prefills only what it adds, not its whole context")] = True
     carry_over: Annotated[
         bool, Doc("an unfinished episode goes on in the next step, so that no engine waits for the longest")
     ] = False
     allreduce_seconds: Annotated[
-        float, Doc("seconds of one all-reduce; two a layer with tensor parallelism")
+        float, Doc("seconds of one all-reduce; two a layer with tensor parallelism"), Range(0, 10, "seconds")
     ] = 1e-5
 
     def check(self) -> None:
         """Raise ValueError naming the first setting that cannot be."""
-        if self.batch < 1 or self.tensor_parallel < 1:
-            raise ValueError(
-                f"--batch and --tensor-parallel must be at least 1, got {self.batch} and "
-                f"{self.tensor_parallel}"
-            )
-        if self.context is not None and not (math.isfinite(self.context) and self.context > 0):
-            raise ValueError(f"--context must be positive, got {self.context:g}")
-        if not 0 < self.busy <= 1:
-            raise ValueError(f"--busy must be in (0, 1], got {self.busy:g}")
+        check_ranges(self)
         for name in ("weight_bits", "kv_bits"):
             if getattr(self, name) not in (4, 8, 16):
-                raise ValueError(f"--{name.replace('_', '-')} must be 16, 8 or 4, got {getattr(self, name)}")
-        if not (math.isfinite(self.kv_shrink) and self.kv_shrink > 0):
-            raise ValueError(f"--kv-shrink must be positive, got {self.kv_shrink:g}")
-        if self.allreduce_seconds < 0:
-            raise ValueError(f"--allreduce-seconds must not be negative, got {self.allreduce_seconds:g}")
+                raise ValueError(f"{flag_of(name)} must be 16, 8 or 4, got {getattr(self, name)}")
 
     @property
     def kv_bytes_each(self) -> float:
@@ -119,32 +123,35 @@ class Training:
     """How the trainer runs: fully sharded over its GPUs, bfloat16 products, a float32 master copy and
     Adam."""
 
-    mfu: Annotated[float, Doc("share of the peak arithmetic that training reaches")] = 0.4
+    mfu: Annotated[
+        float, Doc("share of the peak arithmetic that training reaches"), Range(1e-3, 1, "share")
+    ] = 0.4
     old_log_probs: Annotated[bool, Doc("a forward pass for the old policy's log-probs before the update")] = (
         True
     )
     reference: Annotated[bool, Doc("a forward pass of a reference model, kept in memory too")] = False
-    microbatch_tokens: Annotated[int, Doc("tokens of one packed microbatch on a GPU")] = 32_768
+    microbatch_tokens: Annotated[
+        int, Doc("tokens of one packed microbatch on a GPU"), Range(1, 1e9, "tokens")
+    ] = 32_768
     checkpointing: Annotated[
         bool, Doc("keep only each layer's input and recompute the layer in backward")
     ] = True
     logits: Annotated[Logits, Doc("where and how logits are held")] = "recomputed"
-    chunk_tokens: Annotated[int, Doc("tokens whose logits are held at a time, where they are chunked")] = 1024
-    train_memory_share: Annotated[float, Doc("share of a GPU's memory that training may fill")] = 0.9
+    chunk_tokens: Annotated[
+        int, Doc("tokens whose logits are held at a time, where they are chunked"), Range(1, 1e9, "tokens")
+    ] = 1024
+    train_memory_share: Annotated[
+        float, Doc("share of a GPU's memory that training may fill"), Range(1e-3, 1, "share")
+    ] = 0.9
     sync_seconds: Annotated[
-        float, Doc("seconds to send new weights to the engines and switch over, a step")
+        float,
+        Doc("seconds to send new weights to the engines and switch over, a step"),
+        Range(0, 1e6, "seconds"),
     ] = 5.0
 
     def check(self) -> None:
         """Raise ValueError naming the first setting that cannot be."""
-        for name in ("mfu", "train_memory_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be in (0, 1], got {getattr(self, name):g}")
-        for name in ("microbatch_tokens", "chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not (math.isfinite(self.sync_seconds) and self.sync_seconds >= 0):
-            raise ValueError(f"--sync-seconds must not be negative, got {self.sync_seconds:g}")
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True)
