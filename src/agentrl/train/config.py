@@ -67,6 +67,8 @@ class RLConfig:
     """The policy ratio is clipped above 1 + clip_high."""
     kl_coef: float = 0.0
     """Weight of the KL term that holds the policy near where it started; 0 turns it off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, which keeps the policy from settling early; 0 turns it off."""
     num_epochs: int = 1
     """Passes over a step's trajectories."""
     num_minibatches: int = 2
@@ -91,7 +93,7 @@ class RLConfig:
         for name in ("lr", "temperature"):
             value = getattr(self, name)
             _require(0 < value < math.inf, name, value, "positive and finite")
-        for name in ("clip_high", "kl_coef"):
+        for name in ("clip_high", "kl_coef", "entropy_coef"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "at least 0 and finite")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")

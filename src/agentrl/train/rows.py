@@ -6,7 +6,7 @@ several trajectories share stands once; `padded`, a row each with full logits, t
 
 # B trajectories, N action tokens
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,6 @@ from agentrl.data.prefix_tree import prefix_forest
 from agentrl.data.trajectory import Trajectory
 from agentrl.models.policy import Policy
 from agentrl.models.scoring import packed_loss, packed_scores, sequence_scores
-from agentrl.ops.fused_loss import TokenLoss
 from agentrl.train.config import Packing
 
 # Compiled attention kernels are made anew for every row length; steps of 128 keep them few.
@@ -36,7 +35,7 @@ class TokenScores:
     """What the policy says of N action tokens: by trajectory, then by offset, whatever the layout."""
 
     logp: Tensor  # [N] nats
-    entropy: Tensor  # [N] nats of the distribution that the token was drawn from, without gradient
+    entropy: Tensor  # [N] nats, of the distribution that the token was drawn from
 
 
 class Plan(Protocol):
@@ -99,22 +98,25 @@ def loss_of_rows(
     policy: Policy,
     trajs: Sequence[Trajectory],
     packing: Packing,
-    token_loss: TokenLoss,
+    token_loss: Callable[[TokenScores], Tensor],
     temperature: float = 1.0,
 ) -> tuple[Tensor, TokenScores]:
     """The scalar sum of token_loss over the action tokens, and their scores, without gradient.
 
-    `token_loss(log-probs [N], entropies [N], positions [N])` gives weighted losses [N] that depend on no
-    other tensor with a gradient, in the order of `TokenScores`. Packed rows compute it with the head
-    (`fused_policy_loss`), unless that is smaller than FUSED_HEAD_SIZE; padded rows are the plain reference.
+    `token_loss(scores)` gives weighted losses [N] that depend on no other tensor with a gradient. Packed rows
+    compute it with the head (`fused_policy_loss`), unless that is smaller than FUSED_HEAD_SIZE; padded rows
+    are the plain reference.
     """
     device = next(policy.module.parameters()).device
     if packing == "padded" or policy.head().weight.numel() < FUSED_HEAD_SIZE:
         scores = score_rows(policy, trajs, packing, temperature)
-        positions = torch.arange(scores.logp.numel(), device=device)
-        loss = token_loss(scores.logp, scores.entropy, positions).sum()
-        return loss, TokenScores(scores.logp.detach(), scores.entropy)
-    fused = packed_loss(policy, _one_row(trajs, packing, device), token_loss, temperature)
+        return token_loss(scores).sum(), TokenScores(scores.logp.detach(), scores.entropy.detach())
+
+    def with_head(logp: Tensor, entropy: Tensor | None, positions: Tensor) -> Tensor:
+        assert entropy is not None
+        return token_loss(TokenScores(logp, entropy))
+
+    fused = packed_loss(policy, _one_row(trajs, packing, device), with_head, temperature)
     assert fused.entropy is not None
     return fused.loss, TokenScores(fused.log_probs, fused.entropy)
 

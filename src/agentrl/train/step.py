@@ -33,6 +33,7 @@ class TokenTargets:
     weights: Tensor  # [N], fixed for the optimizer step; the loss is a sum
     kl_weights: Tensor | None = None  # [N], those of the KL term; None: the same
     ref_logp: Tensor | None = None  # [N] nats, under the reference; None without a KL term
+    entropy_weights: Tensor | None = None  # [N], those of the entropy bonus; None: the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +62,28 @@ class UpdateMetrics:
 TokenLoss = Callable[[TokenScores, TokenTargets], Tensor]
 
 
-def surrogate_losses(logp: Tensor, targets: TokenTargets, cfg: RLConfig) -> Tensor:
-    """The weighted losses [N] of the tokens: weights * clipped policy loss + kl_weights * kl_coef * k3."""
-    losses = targets.weights * policy_loss(
-        logp, targets.old_logp, targets.advantages, cfg.clip_low, cfg.clip_high
-    )
-    return losses if targets.ref_logp is None else losses + _kl_losses(logp, targets, cfg)
+def surrogate_losses(scores: TokenScores, targets: TokenTargets, cfg: RLConfig) -> Tensor:
+    """The weighted losses [N] of the tokens, which the step sums:
+
+    weights * clipped policy loss + kl_weights * kl_coef * k3 - entropy_weights * entropy_coef * entropy
+    """
+    clipped = policy_loss(scores.logp, targets.old_logp, targets.advantages, cfg.clip_low, cfg.clip_high)
+    return _with_further_parts(targets.weights * clipped, scores, targets, cfg)
 
 
-def _kl_losses(logp: Tensor, targets: TokenTargets, cfg: RLConfig) -> Tensor:
-    assert targets.ref_logp is not None
-    kl_weights = targets.weights if targets.kl_weights is None else targets.kl_weights
-    return cfg.kl_coef * kl_weights * kl_to_reference(logp, targets.ref_logp)
+def _with_further_parts(losses: Tensor, scores: TokenScores, targets: TokenTargets, cfg: RLConfig) -> Tensor:
+    """Weighted policy losses [N] with the KL term and the entropy bonus, those of them that are on."""
+    if targets.ref_logp is not None:
+        weights = targets.weights if targets.kl_weights is None else targets.kl_weights
+        losses = losses + cfg.kl_coef * weights * kl_to_reference(scores.logp, targets.ref_logp)
+    if cfg.entropy_coef > 0:
+        weights = targets.weights if targets.entropy_weights is None else targets.entropy_weights
+        losses = losses - cfg.entropy_coef * weights * scores.entropy
+    return losses
 
 
 def custom_loss(scores: TokenScores, targets: TokenTargets, cfg: RLConfig, token_loss: TokenLoss) -> Tensor:
-    """The scalar sum of weights * token_loss and kl_weights * kl_coef * k3.
+    """The scalar sum of `surrogate_losses` with token_loss in place of the clipped policy loss.
 
     Raises ValueError where token_loss does not give one number a token.
     """
@@ -88,8 +95,7 @@ def custom_loss(scores: TokenScores, targets: TokenTargets, cfg: RLConfig, token
             f"{tuple(per_token.shape)}: this is a part of an optimizer step, and a mean over it is not "
             "a part of the step's mean; return the tokens' losses, their weights are fixed already"
         )
-    loss = (targets.weights * per_token).sum()
-    return loss if targets.ref_logp is None else loss + _kl_losses(scores.logp, targets, cfg).sum()
+    return _with_further_parts(targets.weights * per_token, scores, targets, cfg).sum()
 
 
 @torch.no_grad()
@@ -121,6 +127,7 @@ def accumulate(
     num_ranks: int | None = None,
     weights: Sequence[Tensor] | None = None,
     kl_weights: Sequence[Tensor] | None = None,
+    entropy_weights: Sequence[Tensor] | None = None,
     reference: Policy | None = None,
     token_loss: TokenLoss | None = None,
 ) -> UpdateMetrics:
@@ -129,13 +136,14 @@ def accumulate(
     trajs [B] and advantages [B] are all those of the optimizer step, and plan.ranks[rank] says which of them
     this rank computes together, in the layout cfg.packing. The loss is the sum of weight times per-token
     loss; weights default to `token_weights` of cfg.loss_mode over all of trajs. Where `trajs` are only this
-    rank's, its plan has one rank: pass num_ranks and the weights of the whole step. `kl_weights` (default:
-    the same) are those of the KL term to `reference`, `token_loss` replaces the clipped policy loss.
+    rank's, its plan has one rank: pass num_ranks and the weights of the whole step. `kl_weights` and
+    `entropy_weights` (default: the same) are those of the KL term to `reference` and of the entropy bonus,
+    each of which may so have a denominator of its own; `token_loss` replaces the clipped policy loss.
 
-    The clipped policy loss and its KL term need no more of the policy than the token's log-prob, so packed
-    and tree rows compute them with a head of at least rows.FUSED_HEAD_SIZE entries, whose gradient then takes
-    fewer matrix products (`fused_policy_loss`); all else takes the general way. Either works for a
-    head that is tied or sharded (FSDP2).
+    The clipped policy loss, its KL term and the entropy bonus need no more of the policy than the token's
+    log-prob and entropy, so packed and tree rows compute them with a head of at least rows.FUSED_HEAD_SIZE
+    entries, whose gradient then takes fewer matrix products (`fused_policy_loss`); all else takes the general
+    way. Either works for a head that is tied or sharded (FSDP2).
 
     Gradients are num_ranks times the rank's part, for wrappers that average them over ranks (FSDP2, DDP). An
     empty slot, a dummy, is computed with weight zero, since every rank must take part in communication.
@@ -159,6 +167,13 @@ def accumulate(
         _check_whole(trajs, plan)
         weights = token_weights(trajs, cfg.loss_mode, norm_const=cfg.norm_const)
     num_ranks = len(plan.ranks) if num_ranks is None else num_ranks
+    per_token = {
+        "old_logp": [t.sample_logp for t in trajs],
+        "advantages": [a.expand(t.num_tokens - 1) for a, t in zip(advantages.cpu(), trajs, strict=True)],
+        "weights": weights,
+        "kl_weights": kl_weights,
+        "entropy_weights": entropy_weights,
+    }
     metrics = UpdateMetrics(distortion=Max(_largest_distortion(trajs, plan)))
     first = next(policy.module.parameters())
     wide = torch.empty(0, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
@@ -171,13 +186,13 @@ def accumulate(
         if reference is not None and cfg.kl_coef > 0:
             with torch.no_grad():
                 ref_logp = score_rows(reference, chosen, cfg.packing, cfg.temperature).logp
-        targets = _targets(trajs, slot, advantages, weights, kl_weights, ref_logp, wide)
+        targets = TokenTargets(ref_logp=ref_logp, **_at_actions(trajs, slot, per_token, wide))
         if token_loss is None:
             loss, scores = loss_of_rows(
                 policy,
                 chosen,
                 cfg.packing,
-                lambda logp, entropy, positions, targets=targets: surrogate_losses(logp, targets, cfg),
+                lambda scores, targets=targets: surrogate_losses(scores, targets, cfg),
                 cfg.temperature,
             )
         else:
@@ -188,28 +203,19 @@ def accumulate(
     return metrics
 
 
-def _targets(
+def _at_actions(
     trajs: Sequence[Trajectory],
     slot: Sequence[int],
-    advantages: Tensor,
-    weights: Sequence[Tensor],
-    kl_weights: Sequence[Tensor] | None,
-    ref_logp: Tensor | None,
-    wide: Tensor,
-) -> TokenTargets:
-    """What the action tokens of trajs[slot] aim at, of the device and dtype of `wide`."""
+    per_token: Mapping[str, Sequence[Tensor] | None],
+    like: Tensor,
+) -> dict[str, Tensor]:
+    """Each of the vectors [n - 1] of all trajectories as one [N] at the action tokens of trajs[slot]."""
     chosen = [trajs[i] for i in slot]
-
-    def here(values: list[Tensor]) -> Tensor:
-        return at_actions(chosen, values).to(wide)
-
-    return TokenTargets(
-        old_logp=here([t.sample_logp for t in chosen]),
-        advantages=here([advantages[i].cpu().expand(trajs[i].num_tokens - 1) for i in slot]),
-        weights=here([weights[i] for i in slot]),
-        kl_weights=None if kl_weights is None else here([kl_weights[i] for i in slot]),
-        ref_logp=ref_logp,
-    )
+    return {
+        name: at_actions(chosen, [values[i] for i in slot]).to(like)
+        for name, values in per_token.items()
+        if values is not None
+    }
 
 
 # Tokens that nobody sampled, so that the loss is an empty sum. Two, since attention over a single one has no
@@ -284,8 +290,8 @@ def update_policy(
     cfg.num_epochs passes of cfg.num_minibatches optimizer steps each, over trajectories shuffled by
     `generator`; each optimizer step is split into microbatches of at most cfg.token_budget tokens. The loss
     is the clipped policy-gradient loss against the sampler's log-probs, plus cfg.kl_coef times the k3
-    estimate of the KL divergence to `reference`; its weights are those of cfg.loss_mode over the
-    trajectories of each optimizer step.
+    estimate of the KL divergence to `reference`, minus cfg.entropy_coef times the entropy; the weights of
+    each part are those of cfg.loss_mode over the trajectories of each optimizer step.
 
     Returns `loss` and `grad_norm` (means over optimizer steps), `entropy`, `ratio_mean`, `ratio_max`,
     `clip_frac` and, with a KL term, `kl` (over the action tokens of all passes), `distortion` (the largest
