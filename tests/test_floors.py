@@ -32,8 +32,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "models": (
         3,
-        ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "hf_tokenizer", "load", "scoring",
-         "reference"),
+        ("policy", "tiny", "shape", "hf_cache", "hf_attention", "hf_probe", "hf", "hf_tokenizer", "load",
+         "scoring", "reference"),
     ),
     "rollout": (4, ("decode", "episode")),
     "train": (

@@ -21,6 +21,8 @@ from agentrl.data.weights import check_mode
 
 # How the trajectories of a microbatch become rows; see train/rows.
 Packing = Literal["packed", "tree", "padded"]
+# What a plan takes a sequence to cost; see train/rows.
+PlanningCost = Literal["attention", "tokens"]
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
@@ -77,6 +79,8 @@ class RLConfig:
     """Rows without padding, or with shared prefixes computed once, or padded: the slow reference."""
     microbatch_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Positions computed at once, at most; no value changes the gradient. Default: 4096, or max_tokens."""
+    planning_cost: PlanningCost = "attention"
+    """What ranks share evenly: FLOPs by the model's shape, attention included, or tokens."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; inf turns it off."""
 
@@ -99,6 +103,10 @@ class RLConfig:
         _require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
         packings = get_args(Packing)
         _require(self.packing in packings, "packing", self.packing, f"one of {', '.join(packings)}")
+        costs = get_args(PlanningCost)
+        _require(
+            self.planning_cost in costs, "planning_cost", self.planning_cost, f"one of {', '.join(costs)}"
+        )
         budget = self.microbatch_tokens
         wanted = f"at least max_tokens ({self.max_tokens}), the longest trajectory"
         _require(budget is None or budget >= self.max_tokens, "microbatch_tokens", budget, wanted)

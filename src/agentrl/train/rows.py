@@ -17,10 +17,12 @@ from agentrl.data.collate import pad_rows
 from agentrl.data.microbatch import plan_microbatches, token_budget_batches
 from agentrl.data.packing import PackedBatch, pack_sequences
 from agentrl.data.prefix_tree import prefix_forest
+from agentrl.data.sequence_cost import Cost, attention_cost
 from agentrl.data.trajectory import Trajectory
 from agentrl.models.policy import Policy
 from agentrl.models.scoring import packed_loss, packed_scores, sequence_scores
-from agentrl.train.config import Packing
+from agentrl.models.shape import shape_of
+from agentrl.train.config import Packing, RLConfig
 
 # Compiled attention kernels are made anew for every row length; steps of 128 keep them few.
 _CUDA_MULTIPLE = 128
@@ -62,9 +64,16 @@ class DealtPlan:
         return cls([filled[rank::num_ranks] for rank in range(num_ranks)])
 
 
-def plan_rows(trajs: Sequence[Trajectory], packing: Packing, max_tokens: int, num_ranks: int = 1) -> Plan:
+def plan_rows(
+    trajs: Sequence[Trajectory],
+    packing: Packing,
+    max_tokens: int,
+    num_ranks: int = 1,
+    cost: Cost | None = None,
+) -> Plan:
     """A plan whose microbatches compute at most max_tokens positions each, in the given layout.
 
+    Ranks share the cost evenly, by default the tokens; padded rows are dealt out in turn.
     Raises ValueError for a trajectory longer than max_tokens.
     """
     lengths = [t.num_tokens for t in trajs]
@@ -77,7 +86,21 @@ def plan_rows(trajs: Sequence[Trajectory], packing: Packing, max_tokens: int, nu
     if packing == "padded":
         return DealtPlan.deal(token_budget_batches(lengths, max_tokens), num_ranks)
     sequences = prefix_forest([t.ids for t in trajs]) if packing == "tree" else lengths
-    return plan_microbatches(sequences, max_tokens=max_tokens, num_ranks=num_ranks)
+    return plan_microbatches(sequences, max_tokens=max_tokens, num_ranks=num_ranks, cost=cost)
+
+
+def plan_step(policy: Policy, trajs: Sequence[Trajectory], cfg: RLConfig, num_ranks: int) -> Plan:
+    """`plan_rows` of one optimizer step, with the costs that cfg.planning_cost names.
+
+    The FLOPs of a sequence take the share of action tokens to be that of `trajs`. One rank has nothing to
+    share, and a model whose configuration does not say its shape no FLOPs: both are planned by tokens.
+    """
+    shape = shape_of(policy) if cfg.planning_cost == "attention" and num_ranks > 1 else None
+    cost = None
+    if shape is not None:
+        share = sum(t.num_actions for t in trajs) / sum(t.num_tokens for t in trajs)
+        cost = attention_cost(shape, action_share=share)
+    return plan_rows(trajs, cfg.packing, cfg.token_budget, num_ranks, cost)
 
 
 def score_rows(

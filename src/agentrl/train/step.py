@@ -21,7 +21,7 @@ from agentrl.ops.losses import kl_to_reference, policy_loss
 from agentrl.train.config import RLConfig
 from agentrl.train.distributed import ONE_RANK, Ranks
 from agentrl.train.metrics import Max, Mean
-from agentrl.train.rows import Plan, TokenScores, at_actions, loss_of_rows, plan_rows, score_rows
+from agentrl.train.rows import Plan, TokenScores, at_actions, loss_of_rows, plan_step, score_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +155,7 @@ def accumulate(
 
     >>> from agentrl.models.tiny import TinyAgent, TinyConfig
     >>> trajs = [Trajectory(torch.tensor([1, 2, 3]), torch.ones(2), -torch.ones(2), 0.0) for _ in range(3)]
+    >>> from agentrl.train.rows import plan_rows
     >>> plan = plan_rows(trajs, "packed", max_tokens=6)
     >>> plan.ranks
     [[[0, 1], [2]]]
@@ -309,7 +310,7 @@ def update_policy(
         order = learning[torch.randperm(learning.numel(), generator=generator)]
         for part in order.tensor_split(min(cfg.num_minibatches, learning.numel())):
             chosen = [trajs[i] for i in part.tolist()]
-            plan = plan_rows(chosen, cfg.packing, cfg.token_budget, ranks.num_ranks)
+            plan = plan_step(policy, chosen, cfg, ranks.num_ranks)
             own = accumulate(
                 policy, chosen, advantages[part], cfg, plan, rank=ranks.rank, reference=reference
             )
