@@ -5,12 +5,12 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.train.conftest import Letters, NoBs, Word
 from torch.distributed.tensor import DTensor
 
 from agentrl.models.tiny import TinyAgent, TinyConfig
@@ -26,36 +26,6 @@ CONFIG = RunConfig(
     steps=6,
     checkpoint_every=2,
 )
-
-
-class Letters:
-    """A tokenizer of single letters; the last id ends an action, the first pads."""
-
-    pad_id, end_id = 0, 9
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") + 1 for letter in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(ord("a") + i - 1) for i in ids if 0 < i < 9)
-
-    def __len__(self) -> int:
-        return 10
-
-
-@dataclass(frozen=True)
-class Word:
-    name: str
-
-
-class NoBs:
-    """One action an episode; the reward is 1 where it has no b."""
-
-    def reset(self, task: Word) -> str:
-        return task.name
-
-    def step(self, action: str) -> tuple[str, float, bool]:
-        return "", float("b" not in action), True
 
 
 class Alternating:
