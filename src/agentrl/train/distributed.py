@@ -36,6 +36,8 @@ def contact(rank: int) -> Iterator[None]:
     """
     try:
         yield
+    except RankLost:  # said by a contact within
+        raise
     except RuntimeError as error:
         signs = (
             "Connection closed by peer",
