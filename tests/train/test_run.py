@@ -283,7 +283,11 @@ def test_more_steps_continue_a_finished_run(whole: Path, tmp_path: Path) -> None
     longer = replace(CONFIG, steps=11)
     assert carry(tmp_path / "longer", longer) is not None
     carry(tmp_path / "at_once", longer)
-    assert result(tmp_path / "longer")[0] == result(tmp_path / "at_once")[0]
+    records, weights, summary = result(tmp_path / "longer")
+    others = result(tmp_path / "at_once")
+    assert (records, summary) == (others[0], others[2])
+    assert summary["steps"] == 11
+    assert all(torch.equal(weights[name], others[1][name]) for name in weights)
     assert RunDirectory(tmp_path / "longer").load_config() == longer
 
 
