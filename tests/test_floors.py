@@ -38,8 +38,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
-        ("config", "budget", "distributed", "checkpoint", "metrics", "recording", "rows", "step", "evaluate",
-         "loop", "curriculum", "base", "start", "run"),
+        ("config", "budget", "distributed", "checkpoint", "metrics", "recording", "rows", "objective",
+         "step", "evaluate", "loop", "curriculum", "base", "start", "run"),
     ),
     "diagnose": (6, ("comparison", "generated", "isolation", "verify", "census", "waste", "analyze")),
     "cli": (7, ()),

@@ -22,8 +22,8 @@ from agentrl.ops.losses import kl_to_reference, policy_loss
 from agentrl.train.config import Packing
 from agentrl.train.distributed import Ranks, shard_policy
 from agentrl.train.metrics import Mean
+from agentrl.train.objective import TokenTargets, UpdateMetrics
 from agentrl.train.rows import DealtPlan, TokenScores, plan_rows
-from agentrl.train.step import TokenTargets, UpdateMetrics
 
 TEMPERATURE = 0.8
 VOCAB = 13

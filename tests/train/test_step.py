@@ -12,8 +12,8 @@ from agentrl import RLConfig, accumulate, collate, compute_advantages, rl_update
 from agentrl.models.policy import Head
 from agentrl.models.scoring import sequence_log_probs, sequence_scores
 from agentrl.train.metrics import Max, Mean
+from agentrl.train.objective import TokenTargets, UpdateMetrics, surrogate_losses, token_statistics
 from agentrl.train.rows import DealtPlan, TokenScores
-from agentrl.train.step import TokenTargets, UpdateMetrics, surrogate_losses, token_statistics
 
 CONFIGS = [
     RLConfig(num_minibatches=1),
