@@ -122,7 +122,7 @@ def comparison(args: argparse.Namespace) -> Table:
     """Every way on the same lengths."""
     cost = arl.attention_cost(find_model(args.model))
 
-    def ours(step: Step, objective: str) -> Ranks:
+    def ours(step: Step, objective: str, cost: Callable[[int], float] | None = cost) -> Ranks:
         return arl.plan_microbatches(
             step.lengths,
             max_tokens=step.max_tokens,
@@ -134,6 +134,7 @@ def comparison(args: argparse.Namespace) -> Table:
     ways: dict[str, Callable[[Step], Ranks]] = {
         "plan_microbatches, lockstep": lambda step: ours(step, "lockstep"),
         "plan_microbatches, rank_sum": lambda step: ours(step, "rank_sum"),
+        "plan_microbatches, by tokens": lambda step: ours(step, "lockstep", None),
         "longest first, round robin": round_robin,
         "Karmarkar-Karp, no cap": without_cap,
         "8 a microbatch": fixed_count,

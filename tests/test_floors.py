@@ -32,14 +32,14 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "models": (
         3,
-        ("policy", "tiny", "hf_cache", "hf_attention", "hf_probe", "hf", "hf_tokenizer", "load", "scoring",
-         "reference"),
+        ("policy", "tiny", "shape", "hf_cache", "hf_attention", "hf_probe", "hf", "hf_tokenizer", "load",
+         "scoring", "reference"),
     ),
     "rollout": (4, ("decode", "episode")),
     "train": (
         5,
-        ("config", "budget", "distributed", "checkpoint", "metrics", "recording", "rows", "step", "evaluate",
-         "loop", "curriculum", "base", "start", "run"),
+        ("config", "budget", "distributed", "checkpoint", "metrics", "recording", "rows", "objective",
+         "step", "evaluate", "loop", "curriculum", "base", "start", "run"),
     ),
     "diagnose": (6, ("comparison", "generated", "isolation", "verify", "census", "waste", "analyze")),
     "cli": (7, ()),

@@ -1,11 +1,12 @@
-"""A policy, an environment and a sampler small enough to know by heart."""
+"""A policy, a tokenizer, an environment and a sampler small enough to know by heart."""
 
 import os
 import pickle
 import socket
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,45 @@ def play(model: Bigram, task: str, generator: torch.Generator, temperature: floa
     mask = torch.tensor([0.0] * (len(prompt) - 1) + [1.0] * (len(ids) - len(prompt)))
     reward = float(ids[len(prompt)] % 2)
     return Trajectory(torch.tensor(ids), mask, torch.tensor(logps), reward, {"task": task})
+
+
+class Letters:
+    """A tokenizer of single letters; the last id ends an action, the first pads."""
+
+    pad_id, end_id = 0, 9
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") + 1 for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + i - 1) for i in ids if 0 < i < 9)
+
+    def __len__(self) -> int:
+        return 10
+
+
+@dataclass(frozen=True)
+class Word:
+    name: str
+
+
+class NoBs:
+    """`num_turns` actions an episode, each answered with a c; the reward is 1 where none has a b."""
+
+    def __init__(self, num_turns: int = 1) -> None:
+        self.num_turns = num_turns
+
+    def reset(self, task: Word) -> str:
+        self.said: list[str] = []
+        return task.name
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self.said.append(action)
+        return "c", float("b" not in "".join(self.said)), len(self.said) == self.num_turns
+
+
+def without_seconds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records]
 
 
 @pytest.fixture

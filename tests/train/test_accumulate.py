@@ -14,15 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from agentrl import RLConfig, Trajectory, accumulate, aggregate_loss, collate, token_weights
 from agentrl.data.weights import MODES, Denominators, step_in_parts
-from agentrl.models.scoring import sequence_log_probs, sequence_scores
+from agentrl.models.scoring import sequence_log_probs
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.ops.fused_loss import fused_policy_loss
+from agentrl.ops.log_probs import selected_log_probs
 from agentrl.ops.losses import kl_to_reference, policy_loss
 from agentrl.train.config import Packing
 from agentrl.train.distributed import Ranks, shard_policy
 from agentrl.train.metrics import Mean
+from agentrl.train.objective import TokenTargets, UpdateMetrics
 from agentrl.train.rows import DealtPlan, TokenScores, plan_rows
-from agentrl.train.step import TokenTargets, UpdateMetrics
 
 TEMPERATURE = 0.8
 VOCAB = 13
@@ -82,13 +83,15 @@ def full_batch(
     model = copy.deepcopy(model)
     batch = collate(trajs, pad_id=0)
     mask, old = batch["action_mask"], batch["sample_logp"].double()
-    logp, entropy = sequence_scores(model, batch["ids"], cfg.temperature)
+    log_probs = torch.log_softmax(model(batch["ids"])[:, :-1] / cfg.temperature, -1)
+    logp = selected_log_probs(log_probs, batch["ids"][:, 1:])
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
     per_token = policy_loss(logp, old, advantages[:, None], cfg.clip_low, cfg.clip_high)
     with torch.no_grad():
         reference = sequence_log_probs(REFERENCE, batch["ids"], cfg.temperature)
     kl = kl_to_reference(logp, reference)
     loss = aggregate_loss(
-        per_token + cfg.kl_coef * kl,
+        per_token + cfg.kl_coef * kl - cfg.entropy_coef * entropy,
         mask,
         cfg.loss_mode,
         cfg.norm_const,
@@ -103,7 +106,7 @@ def full_batch(
     return {
         "grads": gradients(model),
         "loss": loss.item(),
-        "entropy": entropy[here].mean().item(),
+        "entropy": entropy.detach()[here].mean().item(),
         "ratio_mean": ratio.mean().item(),
         "ratio_max": ratio.max().item(),
         "clip_frac": clipped.double().mean().item(),
@@ -118,7 +121,8 @@ def gradients(model: TinyAgent) -> Tensor:
 
 
 def config(mode: str, packing: Packing) -> RLConfig:
-    return RLConfig(loss_mode=mode, norm_const=7, packing=packing, kl_coef=0.3, temperature=TEMPERATURE)
+    parts = {"kl_coef": 0.3, "entropy_coef": 0.2}
+    return RLConfig(loss_mode=mode, norm_const=7, packing=packing, temperature=TEMPERATURE, **parts)
 
 
 def split(count: int, num_microbatches: int, num_ranks: int, seed: int) -> DealtPlan:
@@ -237,19 +241,59 @@ def test_ranks_that_hold_their_own_trajectories_need_one_sum_of_counts() -> None
 def test_a_loss_part_can_have_weights_of_its_own() -> None:
     trajs, advantages = make_step(9, seed=2)
     cfg = config("token_mean", "packed")
-    apart = [copy.deepcopy(MODEL) for _ in range(2)]
-    plan = split(9, 3, 1, seed=0)
-    kl_weights = token_weights(trajs, "sequence_mean")
-    both = copy.deepcopy(MODEL)
-    accumulate(both, trajs, advantages, cfg, plan, kl_weights=kl_weights, reference=REFERENCE)
-    nothing = [torch.zeros_like(w) for w in kl_weights]
-    accumulate(apart[0], trajs, advantages, cfg, plan, kl_weights=nothing, reference=REFERENCE)
-    accumulate(
-        apart[1], trajs, advantages, cfg, plan, weights=nothing, kl_weights=kl_weights, reference=REFERENCE
+    parts = {
+        "weights": token_weights(trajs, "token_mean"),
+        "kl_weights": token_weights(trajs, "sequence_mean"),
+        "entropy_weights": token_weights(trajs, "prompt_mean"),
+    }
+    zeros = [torch.zeros_like(w) for w in parts["weights"]]
+    nothing = {name: zeros for name in parts}
+
+    def gradient(plan: DealtPlan, weights: dict[str, list[Tensor]]) -> Tensor:
+        model = copy.deepcopy(MODEL)
+        accumulate(model, trajs, advantages, cfg, plan, reference=REFERENCE, **weights)
+        return gradients(model)
+
+    whole = DealtPlan([[list(range(9))]])
+    apart = [gradient(whole, {**nothing, name: weights}) for name, weights in parts.items()]
+    assert all(bool(part.any()) for part in apart)
+    together = gradient(split(9, 3, 1, seed=0), parts)
+    torch.testing.assert_close(together, sum(apart), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("packing", ["packed", "tree", "padded"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("own_loss", [True, False])
+def test_the_bonus_is_minus_the_mean_entropy_of_plain_autograd(
+    monkeypatch: pytest.MonkeyPatch, packing: Packing, fused: bool, own_loss: bool
+) -> None:
+    """Without advantages nothing else is left of the loss; a step against its gradient raises entropy."""
+    monkeypatch.setattr("agentrl.train.rows.FUSED_HEAD_SIZE", 0 if fused else 1 << 30)
+    trajs, _ = make_step(9, seed=7)
+    cfg = RLConfig(packing=packing, entropy_coef=0.7, temperature=TEMPERATURE)
+
+    def mean_entropy(model: TinyAgent) -> Tensor:
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for t in trajs:
+            logits = model(t.ids[None])[0, :-1] / TEMPERATURE
+            entropy = torch.distributions.Categorical(logits=logits).entropy()
+            total, count = total + entropy[t.action_mask == 1].sum(), count + t.num_actions
+        return total / count
+
+    plain, model = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
+    before = mean_entropy(plain)
+    (-0.7 * before).backward()
+    metrics = accumulate(
+        model, trajs, torch.zeros(9), cfg, split(9, 3, 1, seed=1), token_loss=clipped if own_loss else None
     )
-    torch.testing.assert_close(
-        gradients(both), gradients(apart[0]) + gradients(apart[1]), rtol=1e-10, atol=1e-14
-    )
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-10, atol=1e-14)
+    assert metrics.loss.total == pytest.approx(-0.7 * before.item(), rel=1e-12)
+    assert metrics.entropy.value == pytest.approx(before.item(), rel=1e-12)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.01 * parameter.grad
+    assert mean_entropy(model) > before
 
 
 def clipped(scores: TokenScores, targets: TokenTargets) -> Tensor:
@@ -259,9 +303,14 @@ def clipped(scores: TokenScores, targets: TokenTargets) -> Tensor:
 
 @pytest.mark.parametrize("packing", ["packed", "tree", "padded"])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
 @pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
 def test_the_fused_loss_gives_what_the_general_way_gives(
-    monkeypatch: pytest.MonkeyPatch, packing: Packing, kl_coef: float, temperature: float
+    monkeypatch: pytest.MonkeyPatch,
+    packing: Packing,
+    kl_coef: float,
+    entropy_coef: float,
+    temperature: float,
 ) -> None:
     calls: list[int] = []
 
@@ -272,7 +321,9 @@ def test_the_fused_loss_gives_what_the_general_way_gives(
     monkeypatch.setattr("agentrl.models.scoring.fused_policy_loss", counted)
     trajs, advantages = make_step(14, seed=6)
     advantages[::4] = 0.0  # tokens without gradient beside others
-    cfg = replace(config("grpo", packing), kl_coef=kl_coef, temperature=temperature)
+    cfg = replace(
+        config("grpo", packing), kl_coef=kl_coef, entropy_coef=entropy_coef, temperature=temperature
+    )
     plan = DealtPlan([[[0, 3, 5, 9], [1, 2, 6, 7], [4, 8], [10, 11, 12, 13]]])
     found: list[tuple[Tensor, UpdateMetrics]] = []
     for token_loss in (None, clipped):
@@ -320,7 +371,7 @@ def test_the_fused_loss_reports_the_same_figures_in_float32() -> None:
 
 def test_a_loss_that_is_a_mean_is_refused() -> None:
     trajs, advantages = make_step(6, seed=1)
-    cfg = config("token_mean", "packed")
+    cfg = replace(config("token_mean", "packed"), entropy_coef=0.0)
     plan = split(6, 2, 1, seed=0)
 
     def plain(scores: TokenScores, targets: TokenTargets) -> Tensor:
@@ -439,7 +490,7 @@ def test_a_sharded_hugging_face_model_gives_the_full_batch(in_ranks: Any) -> Non
     policy = HFPolicy(transformers.Qwen3ForCausalLM(shape).double())
     trajs, advantages = make_step(7, seed=5)
     plan = DealtPlan([[[0, 3], [1, 2, 6]], [[4, 5], []]])
-    cfg = RLConfig(packing="packed", loss_mode="grpo")
+    cfg = RLConfig(packing="packed", loss_mode="grpo", entropy_coef=0.1)
     alone = copy.deepcopy(policy)
     accumulate(alone, trajs, advantages, replace(cfg, packing="padded"), DealtPlan([[list(range(7))]]))
     want = torch.cat([cast(Tensor, p.grad).flatten() for p in alone.parameters()])

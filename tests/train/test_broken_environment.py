@@ -1,11 +1,12 @@
 """An environment that raises breaks its episode; the run goes on, and learns nothing from what broke."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.train.conftest import Letters, NoBs, Word
 
 from agentrl import RLConfig, Trajectory, evaluate
 from agentrl.models.tiny import TinyAgent, TinyConfig
@@ -17,45 +18,26 @@ from agentrl.train.loop import MAX_BROKEN_STEPS, Trainer
 CFG = RLConfig(group_size=4, prompts_per_step=3, max_tokens=12, lr=0.01, num_minibatches=1)
 
 
-class Letters:
-    """A tokenizer of single letters; the last id ends an action, the first pads."""
-
-    pad_id, end_id = 0, 9
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") + 1 for letter in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(ord("a") + i - 1) for i in ids if 0 < i < 9)
-
-    def __len__(self) -> int:
-        return 10
-
-
-@dataclass(frozen=True)
-class Word:
-    name: str
-
-
 TASKS = [Word(name) for name in ("a", "b", "ab")]
 
 
-class Flaky:
-    """One action an episode, rewarded where it has no b; some tasks break at the start, others at times."""
+class Flaky(NoBs):
+    """An environment in which some tasks break at the start, others at times."""
 
     def __init__(self, at_reset: tuple[str, ...] = (), at_step: tuple[str, ...] = ()) -> None:
+        super().__init__()
         self.at_reset, self.at_step = at_reset, at_step
 
     def reset(self, task: Word) -> str:
         self.name = task.name
         if task.name in self.at_reset:
             raise ConnectionError("no machine left")
-        return task.name
+        return super().reset(task)
 
     def step(self, action: str) -> tuple[str, float, bool]:
         if self.name in self.at_step and "c" in action:
             raise KeyError("c")
-        return "", float("b" not in action), True
+        return super().step(action)
 
 
 def new_model() -> TinyAgent:

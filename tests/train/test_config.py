@@ -75,8 +75,9 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str
         {"seed": -1}, {"lr": 0.0}, {"lr": math.nan}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)},
         {"group_size": 0}, {"prompts_per_step": 0}, {"temperature": 0.0}, {"max_tokens": 1}, {"max_turns": 0},
         {"loss_mode": "x"}, {"loss_mode": "constant"}, {"advantage": "x"}, {"clip_low": 1.5},
-        {"clip_high": -0.1}, {"kl_coef": -1.0}, {"kl_coef": math.nan}, {"num_epochs": 0},
-        {"num_minibatches": 0}, {"max_grad_norm": 0.0}, {"packing": "rows"}, {"microbatch_tokens": 255},
+        {"clip_high": -0.1}, {"kl_coef": -1.0}, {"kl_coef": math.nan}, {"entropy_coef": -0.1},
+        {"num_epochs": 0}, {"num_minibatches": 0}, {"max_grad_norm": 0.0}, {"packing": "rows"},
+        {"microbatch_tokens": 255}, {"planning_cost": "seconds"},
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:

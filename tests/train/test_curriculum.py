@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from tests.train.conftest import without_seconds
 
 import agentrl as arl
 from agentrl import RLConfig, TaskSampler, train_curriculum, train_rl
@@ -43,10 +44,6 @@ def _a_third_solved_a_third_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def new_model() -> TinyAgent:
     return TinyAgent(TinyConfig(vocab_size=len(TOK), width=8, num_layers=1, num_heads=1))
-
-
-def without_seconds(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in history]
 
 
 def assert_same_weights(one: Any, other: Any) -> None:

@@ -10,12 +10,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.train.conftest import Letters, NoBs, Word, without_seconds
 
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.report.run import load_run
@@ -31,40 +33,6 @@ CONFIG = RunConfig(
     steps=9,
     checkpoint_every=2,
 )
-
-
-class Letters:
-    """A tokenizer of single letters; the last id ends an action, the first pads."""
-
-    pad_id, end_id = 0, 9
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") + 1 for letter in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(ord("a") + i - 1) for i in ids if 0 < i < 9)
-
-    def __len__(self) -> int:
-        return 10
-
-
-@dataclass(frozen=True)
-class Word:
-    name: str
-
-
-class FewBs:
-    """Two actions an episode; the reward is 1 where neither has a b."""
-
-    def reset(self, task: Word) -> str:
-        self.said = ""
-        self.turns = 0
-        return task.name
-
-    def step(self, action: str) -> tuple[str, float, bool]:
-        self.said += action
-        self.turns += 1
-        return "c", float("b" not in self.said), self.turns == 2
 
 
 class Rotation:
@@ -90,6 +58,7 @@ class Rotation:
         self.seen = state
 
 
+TWO_TURNS = partial(NoBs, num_turns=2)
 TASKS = [Word(name) for name in ("a", "ab", "abc", "d")]
 
 
@@ -98,14 +67,14 @@ def new_trainer(cfg: RLConfig = CONFIG.rl) -> Trainer:
     model = TinyAgent(TinyConfig(vocab_size=10, width=8, num_layers=1, num_heads=2, max_positions=16))
 
     def sample(policy: Any, pool: Sequence[Any], generator: torch.Generator) -> Any:
-        return sample_step(policy, FewBs, pool, tok, cfg, generator)
+        return sample_step(policy, TWO_TURNS, pool, tok, cfg, generator)
 
     return Trainer(model, cfg, Rotation(TASKS), sample, pad_id=0)
 
 
 def evaluation(policy: Any) -> dict[str, Any]:
     cfg = replace(CONFIG.rl, group_size=8)
-    trajs = sample_groups(policy, FewBs, TASKS, Letters(), cfg, torch.Generator().manual_seed(1))
+    trajs = sample_groups(policy, TWO_TURNS, TASKS, Letters(), cfg, torch.Generator().manual_seed(1))
     return {"pass_rate": sum(t.reward for t in trajs) / len(trajs)}
 
 
@@ -115,10 +84,6 @@ def carry(path: Path, config: RunConfig = CONFIG, **hooks: Any) -> dict[str, Any
     if not run.config_path.exists():
         run.create(config)
     return train_run(run, config, new_trainer(config.rl), evaluation, Hooks(**hooks))
-
-
-def without_seconds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records]
 
 
 def result(path: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, Any]]:
@@ -194,7 +159,7 @@ def test_decoded_positions_are_those_that_the_sampler_counted() -> None:
     generator = torch.Generator().manual_seed(0)
     trajs, stats = play(
         trainer.model,
-        FewBs,
+        TWO_TURNS,
         episodes,
         Letters(),
         max_tokens=12,
@@ -318,7 +283,11 @@ def test_more_steps_continue_a_finished_run(whole: Path, tmp_path: Path) -> None
     longer = replace(CONFIG, steps=11)
     assert carry(tmp_path / "longer", longer) is not None
     carry(tmp_path / "at_once", longer)
-    assert result(tmp_path / "longer")[0] == result(tmp_path / "at_once")[0]
+    records, weights, summary = result(tmp_path / "longer")
+    others = result(tmp_path / "at_once")
+    assert (records, summary) == (others[0], others[2])
+    assert summary["steps"] == 11
+    assert all(torch.equal(weights[name], others[1][name]) for name in weights)
     assert RunDirectory(tmp_path / "longer").load_config() == longer
 
 
@@ -410,7 +379,7 @@ def test_a_step_without_signal_makes_no_update_and_says_so() -> None:
     trainer = new_trainer()
     trainer._sample = lambda policy, pool, generator: (
         [],
-        sample_groups(policy, FewBs, pool, Letters(), CONFIG.rl, generator),
+        sample_groups(policy, TWO_TURNS, pool, Letters(), CONFIG.rl, generator),
     )
     before = {name: value.clone() for name, value in trainer.model.module.state_dict().items()}
     record = trainer.step()
@@ -438,6 +407,6 @@ def test_a_record_holds_the_statistics_of_the_step() -> None:
 
 def test_toy_groups_have_signal() -> None:
     """The runs above would prove little if they never updated."""
-    trajs = sample_groups(new_trainer().model, FewBs, TASKS * 10, Letters(), CONFIG.rl, torch.Generator())
+    trajs = sample_groups(new_trainer().model, TWO_TURNS, TASKS * 10, Letters(), CONFIG.rl, torch.Generator())
     groups = [trajs[i : i + 4] for i in range(0, len(trajs), 4)]
     assert sum(map(has_signal, groups)) / len(groups) > 0.3

@@ -2,22 +2,25 @@
 
 import copy
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
-from agentrl import RLConfig, collate, compute_advantages, rl_update
+from agentrl import RLConfig, accumulate, collate, compute_advantages, rl_update
+from agentrl.models.policy import Head
 from agentrl.models.scoring import sequence_log_probs, sequence_scores
 from agentrl.train.metrics import Max, Mean
-from agentrl.train.rows import TokenScores
-from agentrl.train.step import TokenTargets, UpdateMetrics, surrogate_losses, token_statistics
+from agentrl.train.objective import TokenTargets, UpdateMetrics, surrogate_losses, token_statistics
+from agentrl.train.rows import DealtPlan, TokenScores
 
 CONFIGS = [
     RLConfig(num_minibatches=1),
     RLConfig(num_epochs=3, num_minibatches=3, lr=0.05, temperature=0.7),
     RLConfig(num_epochs=2, lr=0.05, loss_mode="grpo", clip_low=0.1, clip_high=0.3, kl_coef=0.2),
+    RLConfig(num_epochs=2, lr=0.05, entropy_coef=0.3, temperature=0.7),
+    RLConfig(num_epochs=2, lr=0.05, loss_mode="grpo", entropy_coef=0.3, kl_coef=0.2),
     RLConfig(num_epochs=2, lr=0.05, loss_mode="dr_grpo", norm_const=10, kl_coef=0.1, max_grad_norm=0.05),
 ]
 
@@ -59,9 +62,11 @@ def by_hand(
                         )
                         gap = ref[after].detach() - logps[after]
                         loss = loss + share * cfg.kl_coef * (torch.exp(gap) - 1 - gap)
+                    entropy = -(logps.exp() * logps).sum()
+                    loss = loss - share * cfg.entropy_coef * entropy
                     ratios.append(ratio.item())
                     clipped.append(is_clipped)
-                    entropies.append(-(logps.exp() * logps).sum().item())
+                    entropies.append(entropy.item())
             grads = torch.autograd.grad(loss, (embedding, weight))
             norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
             num_steps += 1
@@ -87,7 +92,10 @@ def by_hand(
     }
 
 
-@pytest.mark.parametrize("cfg", CONFIGS, ids=["one step", "token_mean", "grpo with KL", "dr_grpo with KL"])
+CASES = ["one step", "token_mean", "grpo with KL", "entropy bonus", "KL and bonus", "dr_grpo with KL"]
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=CASES)
 def test_update_equals_a_computation_by_hand(cfg: RLConfig, bigram: Any, make_trajs: Any) -> None:
     model, reference = bigram(dtype=torch.float64), bigram(seed=1, dtype=torch.float64)
     trajs = make_trajs(model, 16, temperature=cfg.temperature)
@@ -110,9 +118,39 @@ def test_scores_are_those_of_the_reference_and_entropies_exact(bigram: Any) -> N
     model, ids = bigram(dtype=torch.float64), torch.tensor([[1, 2, 3], [4, 5, 6]])
     logp, entropy = sequence_scores(model, ids, temperature=0.7)
     assert torch.equal(logp, sequence_log_probs(model, ids, temperature=0.7))
-    logits = (model.embedding[ids[:, :-1]] @ model.weight.T / 0.7).detach()
-    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
-    assert not entropy.requires_grad
+    logits = model.embedding[ids[:, :-1]] @ model.weight.T / 0.7
+    want = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropy, want)
+    grads = [torch.autograd.grad(value.sum(), list(model.parameters())) for value in (entropy, want)]
+    for got, exact in zip(*grads, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_id_that_cannot_be_sampled_adds_nothing_to_the_entropy(
+    bigram: Any, make_trajs: Any, monkeypatch: pytest.MonkeyPatch, packing: Any, fused: bool
+) -> None:
+    monkeypatch.setattr("agentrl.train.rows.FUSED_HEAD_SIZE", 0 if fused else 1 << 30)
+    model = bigram(dtype=torch.float64)
+    trajs = [t for t in make_trajs(model, 9) if not bool((t.ids == 0).any())]
+    assert trajs
+    found: list[tuple[torch.Tensor, float]] = []
+    for bias in (torch.tensor([-torch.inf, 0, 0, 0, 0, 0, 0], dtype=torch.float64), None):
+        twin = copy.deepcopy(model)
+        if bias is not None:
+            twin.head = lambda weight=twin.weight, bias=bias: Head(weight, bias)
+        else:  # the same ids without the first
+            twin.head = lambda weight=twin.weight: Head(weight[1:])
+            trajs = [replace(t, ids=torch.where(t.ids > 0, t.ids - 1, 0)) for t in trajs]
+            twin.embedding = torch.nn.Parameter(twin.embedding[1:].detach())
+        cfg = RLConfig(entropy_coef=0.5, packing=packing)
+        plan = DealtPlan([[list(range(len(trajs)))]])
+        metrics = accumulate(twin, trajs, torch.ones(len(trajs)), cfg, plan)
+        assert twin.weight.grad is not None
+        found.append((twin.weight.grad, metrics.entropy.total))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-10, atol=1e-14)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-12)
 
 
 def test_metrics_of_parts_add_up_to_those_of_the_whole() -> None:
@@ -128,7 +166,7 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole() -> None:
             ref_logp=-entropy[index],
         )
         scores = TokenScores(logp[index], entropy[index])
-        loss = surrogate_losses(scores.logp, targets, cfg).sum()
+        loss = surrogate_losses(scores, targets, cfg).sum()
         return loss.item(), token_statistics(scores, targets, cfg)
 
     whole_loss, whole = part(slice(None))

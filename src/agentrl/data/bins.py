@@ -65,7 +65,7 @@ def pack_lengths(
     max_items = None if max_items is None else positive_whole("max_items", max_items)
 
     raw = as_lengths(lengths)
-    aligned = -(-raw // multiple_of) * multiple_of
+    aligned = as_lengths(-(-raw // multiple_of) * multiple_of, "rounded length")
     too_long = np.flatnonzero(aligned > capacity)
     kept = np.arange(raw.size)
     if too_long.size:
@@ -101,6 +101,7 @@ def min_bins(lengths: Lengths, capacity: int, *, max_items: int | None = None) -
     >>> min_bins([7] * 8, 8), min_bins([3, 3, 2], 8)
     (8, 1)
     """
+    capacity = positive_whole("capacity", capacity)
     sizes = np.sort(as_lengths(lengths))
     if sizes.size == 0:
         return 0

@@ -2,7 +2,7 @@
 
 # B trajectories, T padded width, n tokens of one trajectory
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def label_numbers(names: Sequence[str]) -> Tensor:
     return torch.tensor([numbers[name] for name in names])
 
 
-def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
+def collate(trajs: Iterable[Trajectory], pad_id: int) -> dict[str, Tensor]:
     """The padded batch of B trajectories, T tokens wide (the longest).
 
         ids         [B, T]   int64, filled with pad_id
@@ -60,6 +60,7 @@ def collate(trajs: Sequence[Trajectory], pad_id: int) -> dict[str, Tensor]:
     (tensor([[5, 7],
             [5, 7]]), tensor([0, 0]))
     """
+    trajs = list(trajs)
     if not trajs:
         raise ValueError("collate needs at least one trajectory, got none")
     width = max(t.num_tokens for t in trajs)

@@ -2,7 +2,7 @@
 
 # B trajectories, R rows, L row length, N action tokens, T tokens of all trajectories that stand in a row
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -110,7 +110,7 @@ class PackedBatch:
 
 
 def pack_sequences(
-    trajs: Sequence[Trajectory],
+    trajs: Iterable[Trajectory],
     max_tokens: int,
     pad_id: int = 0,
     *,
@@ -141,6 +141,7 @@ def pack_sequences(
     >>> packed.actions.source.tolist(), packed.actions.target.tolist()
     ([3, 0, 1], [6, 7, 8])
     """
+    trajs = list(trajs)
     max_tokens = positive_whole("max_tokens", max_tokens)
     if isinstance(pad_id, bool) or not isinstance(pad_id, int | np.integer) or not 0 <= pad_id < 2**62:
         raise ValueError(f"pad_id must be a token id, a whole number from 0, got {pad_id!r}")

@@ -3,7 +3,7 @@
 # B sequences, T tokens of all of them
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,7 +55,7 @@ class PrefixForest:
         return sorted(trees, key=lambda tree: int(tree.members.min()))
 
 
-def prefix_forest(sequences: Sequence[Tensor]) -> PrefixForest:
+def prefix_forest(sequences: Iterable[Tensor]) -> PrefixForest:
     """The prefix trees of token sequences, each int64 [n] with n > 0 and no negative id.
 
     Sequences share a token where they agree on it and on all tokens before it. The time is that of sorting
@@ -65,6 +65,7 @@ def prefix_forest(sequences: Sequence[Tensor]) -> PrefixForest:
     >>> forest.members.tolist(), forest.shared.tolist(), forest.num_tokens
     ([3, 0, 2, 1], [0, 2, 2, 0], 6)
     """
+    sequences = list(sequences)
     lengths = np.array([s.numel() for s in sequences], dtype=np.int64)
     if (lengths == 0).any():
         raise ValueError(f"sequence {int(np.argmin(lengths))} is empty; a prefix tree needs a first token")

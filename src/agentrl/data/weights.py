@@ -2,7 +2,7 @@
 
 # B trajectories, T padded width, n tokens of one trajectory, M microbatches
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -133,7 +133,7 @@ def _counts(trajs: Sequence[Trajectory], zero_advantage: ZeroAdvantage) -> Tenso
 
 
 def token_weights(
-    trajs: Sequence[Trajectory],
+    trajs: Iterable[Trajectory],
     mode: str = "token_mean",
     *,
     norm_const: float | None = None,
@@ -160,6 +160,7 @@ def token_weights(
     >>> token_weights([trajectory(1), trajectory(2)], "sequence_mean")
     [tensor([0.5000], dtype=torch.float64), tensor([0.2500, 0.2500], dtype=torch.float64)]
     """
+    trajs = list(trajs)
     counts = _counts(trajs, zero_advantage)
     groups = None
     if check_mode(mode, norm_const) == "prompt_mean":
@@ -189,7 +190,7 @@ def microbatch_weight_distortion(num_actions: Lengths) -> list[float]:
     >>> [round(factor, 2) for factor in microbatch_weight_distortion([96, 112, 180, 355])]
     [1.93, 1.66, 1.03, 0.52]
     """
-    counts = as_lengths(num_actions)
+    counts = as_lengths(num_actions, "count")
     return [float(counts.sum() / (counts.size * count)) for count in counts]
 
 

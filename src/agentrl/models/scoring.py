@@ -45,18 +45,18 @@ def sequence_scores(
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies) in nats, both [B, T-1], of ids[:, 1:] under the model, for ids [B, T].
 
-    The log-probs are those of `sequence_log_probs`, bit for bit; the entropies carry no gradient.
+    The log-probs are those of `sequence_log_probs`, bit for bit. Both are differentiable; an id whose logit
+    is -inf adds nothing to an entropy or its gradient.
     """
     policy = as_policy(model)
     batch, width = ids.shape
     position_ids = torch.arange(width, device=ids.device).expand(batch, width)
     hidden = policy.hidden_states(ids, position_ids, torch.full_like(ids, width))
     logits = head_logits(policy.head(), hidden[:, :-1]) / temperature
-    with torch.no_grad():
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        log_probs = torch.log_softmax(wide, -1)
-        entropy = -(log_probs.exp() * log_probs).nan_to_num(nan=0.0).sum(-1)
-    return selected_log_probs(logits, ids[:, 1:]), entropy
+    log_probs = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    finite = log_probs.masked_fill(log_probs == -torch.inf, 0.0)
+    entropy = -(log_probs.exp() * finite).sum(-1)
+    return log_probs.gather(-1, ids[:, 1:, None]).squeeze(-1), entropy
 
 
 def visible_until_of(position_ids: Tensor, segment_ids: Tensor) -> Tensor:
@@ -136,9 +136,8 @@ def packed_log_probs(policy: Policy | nn.Module, packed: PackedBatch, temperatur
 def packed_scores(
     policy: Policy | nn.Module, packed: PackedBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) in nats, both [N], as `packed_log_probs`; the entropies carry no gradient."""
-    logp, entropy = _head_scores(policy, packed, temperature, return_entropy=True)
-    return logp, entropy.detach()
+    """(log-probs, entropies) in nats, both [N], as `packed_log_probs`; both are differentiable."""
+    return _head_scores(policy, packed, temperature, return_entropy=True)
 
 
 def packed_loss(
@@ -147,7 +146,8 @@ def packed_loss(
     """The summed loss of the packed rows' action tokens, with their log-probs and entropies [N], in nats.
 
     `token_loss` is as in `fused_policy_loss`, which computes the head's gradient along with the loss: for a
-    loss of the token's own log-prob, the same as through `packed_log_probs` with fewer matrix products.
+    loss of the token's own log-prob and entropy, the same as through `packed_scores` with fewer matrix
+    products.
     """
     hidden, weight, keywords = _head_arguments(policy, packed, temperature)
     return fused_policy_loss(hidden, weight, packed.actions.target, token_loss, with_entropy=True, **keywords)

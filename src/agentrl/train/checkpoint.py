@@ -85,10 +85,14 @@ def deserialize(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor placed over ranks as `like` is, if that is sharded and has its shape; else itself."""
+    """A whole tensor placed over ranks as `like` is, if that is sharded and has its shape; else itself.
+
+    Each rank takes its shard of its own copy. Nothing is sent, so ranks may place tensors in any order, as
+    they do: safetensors gives the tensors of a file in an order that differs between processes.
+    """
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor) or tensor.shape != like.shape:
         return tensor
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, ranks: Ranks = ONE_RANK) -> Path:

@@ -22,6 +22,8 @@ from agentrl.data.weights import check_mode
 
 # How the trajectories of a microbatch become rows; see train/rows.
 Packing = Literal["packed", "tree", "padded"]
+# What a plan takes a sequence to cost; see train/rows.
+PlanningCost = Literal["attention", "tokens"]
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
@@ -68,6 +70,8 @@ class RLConfig:
     """The policy ratio is clipped above 1 + clip_high."""
     kl_coef: float = 0.0
     """Weight of the KL term that holds the policy near where it started; 0 turns it off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, which keeps the policy from settling early; 0 turns it off."""
     num_epochs: int = 1
     """Passes over a step's trajectories."""
     num_minibatches: int = 2
@@ -76,6 +80,8 @@ class RLConfig:
     """Rows without padding, or with shared prefixes computed once, or padded: the slow reference."""
     microbatch_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Positions computed at once, at most; no value changes the gradient. Default: 4096, or max_tokens."""
+    planning_cost: PlanningCost = "attention"
+    """What ranks share evenly: FLOPs by the model's shape, attention included, or tokens."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; inf turns it off."""
 
@@ -92,12 +98,16 @@ class RLConfig:
         for name in ("lr", "temperature"):
             value = getattr(self, name)
             _require(0 < value < math.inf, name, value, "positive and finite")
-        for name in ("clip_high", "kl_coef"):
+        for name in ("clip_high", "kl_coef", "entropy_coef"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, name, value, "at least 0 and finite")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
         packings = get_args(Packing)
         _require(self.packing in packings, "packing", self.packing, f"one of {', '.join(packings)}")
+        costs = get_args(PlanningCost)
+        _require(
+            self.planning_cost in costs, "planning_cost", self.planning_cost, f"one of {', '.join(costs)}"
+        )
         budget = self.microbatch_tokens
         wanted = f"at least max_tokens ({self.max_tokens}), the longest trajectory"
         _require(budget is None or budget >= self.max_tokens, "microbatch_tokens", budget, wanted)

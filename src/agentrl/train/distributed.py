@@ -36,6 +36,8 @@ def contact(rank: int) -> Iterator[None]:
     """
     try:
         yield
+    except RankLost:  # said by a contact within
+        raise
     except RuntimeError as error:
         signs = (
             "Connection closed by peer",
@@ -45,9 +47,10 @@ def contact(rank: int) -> Iterator[None]:
             "timeout",
         )
         if isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in signs):
+            reason = str(error).splitlines()[0].split(". ")[0]  # gloo goes on with advice
             raise RankLost(
                 f"rank {rank} lost contact with another rank, which has probably died or run out of memory; "
-                f"the run can be resumed from its last checkpoint ({str(error).splitlines()[0]})"
+                f"the run can be resumed from its last checkpoint ({reason})"
             ) from error
         raise
 

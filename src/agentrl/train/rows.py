@@ -6,7 +6,7 @@ several trajectories share stands once; `padded`, a row each with full logits, t
 
 # B trajectories, N action tokens
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,11 +17,12 @@ from agentrl.data.collate import pad_rows
 from agentrl.data.microbatch import plan_microbatches, token_budget_batches
 from agentrl.data.packing import PackedBatch, pack_sequences
 from agentrl.data.prefix_tree import prefix_forest
+from agentrl.data.sequence_cost import Cost, attention_cost
 from agentrl.data.trajectory import Trajectory
 from agentrl.models.policy import Policy
 from agentrl.models.scoring import packed_loss, packed_scores, sequence_scores
-from agentrl.ops.fused_loss import TokenLoss
-from agentrl.train.config import Packing
+from agentrl.models.shape import shape_of
+from agentrl.train.config import Packing, RLConfig
 
 # Compiled attention kernels are made anew for every row length; steps of 128 keep them few.
 _CUDA_MULTIPLE = 128
@@ -36,7 +37,7 @@ class TokenScores:
     """What the policy says of N action tokens: by trajectory, then by offset, whatever the layout."""
 
     logp: Tensor  # [N] nats
-    entropy: Tensor  # [N] nats of the distribution that the token was drawn from, without gradient
+    entropy: Tensor  # [N] nats, of the distribution that the token was drawn from
 
 
 class Plan(Protocol):
@@ -63,9 +64,16 @@ class DealtPlan:
         return cls([filled[rank::num_ranks] for rank in range(num_ranks)])
 
 
-def plan_rows(trajs: Sequence[Trajectory], packing: Packing, max_tokens: int, num_ranks: int = 1) -> Plan:
+def plan_rows(
+    trajs: Sequence[Trajectory],
+    packing: Packing,
+    max_tokens: int,
+    num_ranks: int = 1,
+    cost: Cost | None = None,
+) -> Plan:
     """A plan whose microbatches compute at most max_tokens positions each, in the given layout.
 
+    Ranks share the cost evenly, by default the tokens; padded rows are dealt out in turn.
     Raises ValueError for a trajectory longer than max_tokens.
     """
     lengths = [t.num_tokens for t in trajs]
@@ -78,7 +86,21 @@ def plan_rows(trajs: Sequence[Trajectory], packing: Packing, max_tokens: int, nu
     if packing == "padded":
         return DealtPlan.deal(token_budget_batches(lengths, max_tokens), num_ranks)
     sequences = prefix_forest([t.ids for t in trajs]) if packing == "tree" else lengths
-    return plan_microbatches(sequences, max_tokens=max_tokens, num_ranks=num_ranks)
+    return plan_microbatches(sequences, max_tokens=max_tokens, num_ranks=num_ranks, cost=cost)
+
+
+def plan_step(policy: Policy, trajs: Sequence[Trajectory], cfg: RLConfig, num_ranks: int) -> Plan:
+    """`plan_rows` of one optimizer step, with the costs that cfg.planning_cost names.
+
+    The FLOPs of a sequence take the share of action tokens to be that of `trajs`. One rank has nothing to
+    share, and a model whose configuration does not say its shape no FLOPs: both are planned by tokens.
+    """
+    shape = shape_of(policy) if cfg.planning_cost == "attention" and num_ranks > 1 else None
+    cost = None
+    if shape is not None:
+        share = sum(t.num_actions for t in trajs) / sum(t.num_tokens for t in trajs)
+        cost = attention_cost(shape, action_share=share)
+    return plan_rows(trajs, cfg.packing, cfg.token_budget, num_ranks, cost)
 
 
 def score_rows(
@@ -99,22 +121,25 @@ def loss_of_rows(
     policy: Policy,
     trajs: Sequence[Trajectory],
     packing: Packing,
-    token_loss: TokenLoss,
+    token_loss: Callable[[TokenScores], Tensor],
     temperature: float = 1.0,
 ) -> tuple[Tensor, TokenScores]:
     """The scalar sum of token_loss over the action tokens, and their scores, without gradient.
 
-    `token_loss(log-probs [N], entropies [N], positions [N])` gives weighted losses [N] that depend on no
-    other tensor with a gradient, in the order of `TokenScores`. Packed rows compute it with the head
-    (`fused_policy_loss`), unless that is smaller than FUSED_HEAD_SIZE; padded rows are the plain reference.
+    `token_loss(scores)` gives weighted losses [N] that depend on no other tensor with a gradient. Packed rows
+    compute it with the head (`fused_policy_loss`), unless that is smaller than FUSED_HEAD_SIZE; padded rows
+    are the plain reference.
     """
     device = next(policy.module.parameters()).device
     if packing == "padded" or policy.head().weight.numel() < FUSED_HEAD_SIZE:
         scores = score_rows(policy, trajs, packing, temperature)
-        positions = torch.arange(scores.logp.numel(), device=device)
-        loss = token_loss(scores.logp, scores.entropy, positions).sum()
-        return loss, TokenScores(scores.logp.detach(), scores.entropy)
-    fused = packed_loss(policy, _one_row(trajs, packing, device), token_loss, temperature)
+        return token_loss(scores).sum(), TokenScores(scores.logp.detach(), scores.entropy.detach())
+
+    def with_head(logp: Tensor, entropy: Tensor | None, positions: Tensor) -> Tensor:
+        assert entropy is not None
+        return token_loss(TokenScores(logp, entropy))
+
+    fused = packed_loss(policy, _one_row(trajs, packing, device), with_head, temperature)
     assert fused.entropy is not None
     return fused.loss, TokenScores(fused.log_probs, fused.entropy)
 

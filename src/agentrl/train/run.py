@@ -205,7 +205,8 @@ def train_run(
     after, seconds = evaluate()
 
     def finish() -> dict[str, Any]:
-        summary = summarize(run, {**run.load_summary(), "after": after, "seconds_after": seconds})
+        first = {name: run.load_summary()[name] for name in ("before", "seconds_before")}
+        summary = summarize(run, {**first, "after": after, "seconds_after": seconds})
         run.write_summary(summary)
         return summary
 

@@ -4,110 +4,29 @@ The weight of every action token is fixed for the optimizer step before it is sp
 ranks; from there on a loss is a sum, so no split can change it.
 """
 
-# B trajectories, T padded width, N action tokens of a microbatch
+# B trajectories, N action tokens of a microbatch
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import cast
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.data.trajectory import Trajectory
-from agentrl.data.weights import microbatch_weight_distortion, step_in_parts, token_weights
+from agentrl.data.weights import microbatch_weight_distortion, token_weights
 from agentrl.models.policy import Policy
-from agentrl.ops.losses import kl_to_reference, policy_loss
 from agentrl.train.config import RLConfig
 from agentrl.train.distributed import ONE_RANK, Ranks
 from agentrl.train.metrics import Max, Mean
-from agentrl.train.rows import Plan, TokenScores, at_actions, loss_of_rows, plan_rows, score_rows
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTargets:
-    """What the objective needs of N action tokens besides the policy's scores."""
-
-    old_logp: Tensor  # [N] nats, under the policy that sampled them
-    advantages: Tensor  # [N]
-    weights: Tensor  # [N], fixed for the optimizer step; the loss is a sum
-    kl_weights: Tensor | None = None  # [N], those of the KL term; None: the same
-    ref_logp: Tensor | None = None  # [N] nats, under the reference; None without a KL term
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateMetrics:
-    """Statistics of an update; adding those of its parts gives exactly those of the whole."""
-
-    loss: Mean = field(default_factory=Mean)  # sum over an optimizer step, mean over optimizer steps
-    grad_norm: Mean = field(default_factory=Mean)  # over optimizer steps, before clipping
-    entropy: Mean = field(default_factory=Mean)  # nats, over action tokens
-    ratio_mean: Mean = field(default_factory=Mean)  # over action tokens
-    ratio_max: Max = field(default_factory=Max)
-    clip_frac: Mean = field(default_factory=Mean)  # share of action tokens whose gradient the clip removed
-    kl: Mean = field(default_factory=Mean)  # nats to the reference, over action tokens
-    distortion: Max = field(default_factory=Max)  # what local means would have done to a token's weight
-
-    def __add__(self, other: "UpdateMetrics") -> "UpdateMetrics":
-        return UpdateMetrics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    def values(self) -> dict[str, float]:
-        """Plain numbers by name; a metric that counted nothing is left out."""
-        named = ((f.name, cast(Mean | Max, getattr(self, f.name)).value) for f in fields(self))
-        return {name: value for name, value in named if value is not None}
-
-
-# The loss of every token [N], not reduced.
-TokenLoss = Callable[[TokenScores, TokenTargets], Tensor]
-
-
-def surrogate_losses(logp: Tensor, targets: TokenTargets, cfg: RLConfig) -> Tensor:
-    """The weighted losses [N] of the tokens: weights * clipped policy loss + kl_weights * kl_coef * k3."""
-    losses = targets.weights * policy_loss(
-        logp, targets.old_logp, targets.advantages, cfg.clip_low, cfg.clip_high
-    )
-    return losses if targets.ref_logp is None else losses + _kl_losses(logp, targets, cfg)
-
-
-def _kl_losses(logp: Tensor, targets: TokenTargets, cfg: RLConfig) -> Tensor:
-    assert targets.ref_logp is not None
-    kl_weights = targets.weights if targets.kl_weights is None else targets.kl_weights
-    return cfg.kl_coef * kl_weights * kl_to_reference(logp, targets.ref_logp)
-
-
-def custom_loss(scores: TokenScores, targets: TokenTargets, cfg: RLConfig, token_loss: TokenLoss) -> Tensor:
-    """The scalar sum of weights * token_loss and kl_weights * kl_coef * k3.
-
-    Raises ValueError where token_loss does not give one number a token.
-    """
-    with step_in_parts():
-        per_token = token_loss(scores, targets)
-    if per_token.shape != scores.logp.shape:
-        raise ValueError(
-            f"the loss must be one number a token, of shape {tuple(scores.logp.shape)}, got "
-            f"{tuple(per_token.shape)}: this is a part of an optimizer step, and a mean over it is not "
-            "a part of the step's mean; return the tokens' losses, their weights are fixed already"
-        )
-    loss = (targets.weights * per_token).sum()
-    return loss if targets.ref_logp is None else loss + _kl_losses(scores.logp, targets, cfg).sum()
-
-
-@torch.no_grad()
-def token_statistics(scores: TokenScores, targets: TokenTargets, cfg: RLConfig) -> UpdateMetrics:
-    """The statistics of N action tokens; those of parts of an optimizer step are added."""
-    ratio = (scores.logp - targets.old_logp).exp()
-    too_high = (targets.advantages > 0) & (ratio > 1 + cfg.clip_high)
-    too_low = (targets.advantages < 0) & (ratio < 1 - cfg.clip_low)
-    kl = Mean()
-    if targets.ref_logp is not None:
-        kl = Mean.of(kl_to_reference(scores.logp, targets.ref_logp))
-    return UpdateMetrics(
-        entropy=Mean.of(scores.entropy),
-        ratio_mean=Mean.of(ratio),
-        ratio_max=Max.of(ratio),
-        clip_frac=Mean.of((too_high | too_low).double()),
-        kl=kl,
-    )
+from agentrl.train.objective import (
+    TokenLoss,
+    TokenTargets,
+    UpdateMetrics,
+    custom_loss,
+    surrogate_losses,
+    token_statistics,
+)
+from agentrl.train.rows import Plan, at_actions, loss_of_rows, plan_step, score_rows
 
 
 def accumulate(
@@ -121,6 +40,7 @@ def accumulate(
     num_ranks: int | None = None,
     weights: Sequence[Tensor] | None = None,
     kl_weights: Sequence[Tensor] | None = None,
+    entropy_weights: Sequence[Tensor] | None = None,
     reference: Policy | None = None,
     token_loss: TokenLoss | None = None,
 ) -> UpdateMetrics:
@@ -129,13 +49,14 @@ def accumulate(
     trajs [B] and advantages [B] are all those of the optimizer step, and plan.ranks[rank] says which of them
     this rank computes together, in the layout cfg.packing. The loss is the sum of weight times per-token
     loss; weights default to `token_weights` of cfg.loss_mode over all of trajs. Where `trajs` are only this
-    rank's, its plan has one rank: pass num_ranks and the weights of the whole step. `kl_weights` (default:
-    the same) are those of the KL term to `reference`, `token_loss` replaces the clipped policy loss.
+    rank's, its plan has one rank: pass num_ranks and the weights of the whole step. `kl_weights` and
+    `entropy_weights` (default: the same) are those of the KL term to `reference` and of the entropy bonus,
+    each of which may so have a denominator of its own; `token_loss` replaces the clipped policy loss.
 
-    The clipped policy loss and its KL term need no more of the policy than the token's log-prob, so packed
-    and tree rows compute them with a head of at least rows.FUSED_HEAD_SIZE entries, whose gradient then takes
-    fewer matrix products (`fused_policy_loss`); all else takes the general way. Either works for a
-    head that is tied or sharded (FSDP2).
+    The clipped policy loss, its KL term and the entropy bonus need no more of the policy than the token's
+    log-prob and entropy, so packed and tree rows compute them with a head of at least rows.FUSED_HEAD_SIZE
+    entries, whose gradient then takes fewer matrix products (`fused_policy_loss`); all else takes the general
+    way. Either works for a head that is tied or sharded (FSDP2).
 
     Gradients are num_ranks times the rank's part, for wrappers that average them over ranks (FSDP2, DDP). An
     empty slot, a dummy, is computed with weight zero, since every rank must take part in communication.
@@ -147,6 +68,7 @@ def accumulate(
 
     >>> from agentrl.models.tiny import TinyAgent, TinyConfig
     >>> trajs = [Trajectory(torch.tensor([1, 2, 3]), torch.ones(2), -torch.ones(2), 0.0) for _ in range(3)]
+    >>> from agentrl.train.rows import plan_rows
     >>> plan = plan_rows(trajs, "packed", max_tokens=6)
     >>> plan.ranks
     [[[0, 1], [2]]]
@@ -159,6 +81,13 @@ def accumulate(
         _check_whole(trajs, plan)
         weights = token_weights(trajs, cfg.loss_mode, norm_const=cfg.norm_const)
     num_ranks = len(plan.ranks) if num_ranks is None else num_ranks
+    per_token = {
+        "old_logp": [t.sample_logp for t in trajs],
+        "advantages": [a.expand(t.num_tokens - 1) for a, t in zip(advantages.cpu(), trajs, strict=True)],
+        "weights": weights,
+        "kl_weights": kl_weights,
+        "entropy_weights": entropy_weights,
+    }
     metrics = UpdateMetrics(distortion=Max(_largest_distortion(trajs, plan)))
     first = next(policy.module.parameters())
     wide = torch.empty(0, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
@@ -171,13 +100,13 @@ def accumulate(
         if reference is not None and cfg.kl_coef > 0:
             with torch.no_grad():
                 ref_logp = score_rows(reference, chosen, cfg.packing, cfg.temperature).logp
-        targets = _targets(trajs, slot, advantages, weights, kl_weights, ref_logp, wide)
+        targets = TokenTargets(ref_logp=ref_logp, **_at_actions(trajs, slot, per_token, wide))
         if token_loss is None:
             loss, scores = loss_of_rows(
                 policy,
                 chosen,
                 cfg.packing,
-                lambda logp, entropy, positions, targets=targets: surrogate_losses(logp, targets, cfg),
+                lambda scores, targets=targets: surrogate_losses(scores, targets, cfg),
                 cfg.temperature,
             )
         else:
@@ -188,28 +117,19 @@ def accumulate(
     return metrics
 
 
-def _targets(
+def _at_actions(
     trajs: Sequence[Trajectory],
     slot: Sequence[int],
-    advantages: Tensor,
-    weights: Sequence[Tensor],
-    kl_weights: Sequence[Tensor] | None,
-    ref_logp: Tensor | None,
-    wide: Tensor,
-) -> TokenTargets:
-    """What the action tokens of trajs[slot] aim at, of the device and dtype of `wide`."""
+    per_token: Mapping[str, Sequence[Tensor] | None],
+    like: Tensor,
+) -> dict[str, Tensor]:
+    """Each of the vectors [n - 1] of all trajectories as one [N] at the action tokens of trajs[slot]."""
     chosen = [trajs[i] for i in slot]
-
-    def here(values: list[Tensor]) -> Tensor:
-        return at_actions(chosen, values).to(wide)
-
-    return TokenTargets(
-        old_logp=here([t.sample_logp for t in chosen]),
-        advantages=here([advantages[i].cpu().expand(trajs[i].num_tokens - 1) for i in slot]),
-        weights=here([weights[i] for i in slot]),
-        kl_weights=None if kl_weights is None else here([kl_weights[i] for i in slot]),
-        ref_logp=ref_logp,
-    )
+    return {
+        name: at_actions(chosen, [values[i] for i in slot]).to(like)
+        for name, values in per_token.items()
+        if values is not None
+    }
 
 
 # Tokens that nobody sampled, so that the loss is an empty sum. Two, since attention over a single one has no
@@ -284,8 +204,8 @@ def update_policy(
     cfg.num_epochs passes of cfg.num_minibatches optimizer steps each, over trajectories shuffled by
     `generator`; each optimizer step is split into microbatches of at most cfg.token_budget tokens. The loss
     is the clipped policy-gradient loss against the sampler's log-probs, plus cfg.kl_coef times the k3
-    estimate of the KL divergence to `reference`; its weights are those of cfg.loss_mode over the
-    trajectories of each optimizer step.
+    estimate of the KL divergence to `reference`, minus cfg.entropy_coef times the entropy; the weights of
+    each part are those of cfg.loss_mode over the trajectories of each optimizer step.
 
     Returns `loss` and `grad_norm` (means over optimizer steps), `entropy`, `ratio_mean`, `ratio_max`,
     `clip_frac` and, with a KL term, `kl` (over the action tokens of all passes), `distortion` (the largest
@@ -303,7 +223,7 @@ def update_policy(
         order = learning[torch.randperm(learning.numel(), generator=generator)]
         for part in order.tensor_split(min(cfg.num_minibatches, learning.numel())):
             chosen = [trajs[i] for i in part.tolist()]
-            plan = plan_rows(chosen, cfg.packing, cfg.token_budget, ranks.num_ranks)
+            plan = plan_step(policy, chosen, cfg, ranks.num_ranks)
             own = accumulate(
                 policy, chosen, advantages[part], cfg, plan, rank=ranks.rank, reference=reference
             )
