@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, target_columns
-from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, RowSum, Tile, product, spread_rows_
+from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, RowSum, Tile, product, spread_rows_, widened_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,8 @@ class TiledHead:
         if self.precision.narrow and self.precision.logits == "input":
             rounded = self.buffers.take("narrow", (len(hidden), len(weight)), operands)
             logits.copy_(torch.mm(hidden, weight.T, out=rounded))
+        elif operands != self.precision.inputs:
+            widened_product(hidden, weight.T, self.precision, out=logits)
         else:
             product(hidden, weight.T, self.precision, out=logits)
         return self.logit_map.apply_(logits, tile)

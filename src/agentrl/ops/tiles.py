@@ -3,9 +3,11 @@
 # N tokens, V vocabulary, D width; n, v the sides of one tile
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ class Precision:
     @property
     def logit_operands(self) -> torch.dtype:
         """The dtype of the factors of a logit. On CPU, a 16-bit product cannot be written as float32, so the
-        factors are widened first, which is exact."""
+        factors are widened first, which is exact (`widened_product`)."""
         widen = self.narrow and self.logits == "float32" and self.device.type != "cuda"
         return self.wide if widen else self.inputs
 
@@ -69,6 +71,30 @@ def product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None
         torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
     else:
         out.copy_(torch.mm(lhs, rhs))
+
+
+def widened_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
+    """Write lhs @ rhs to `out`, all float32, where the factors hold numbers of 16 bits: no rounding but sums'.
+
+    A CPU that multiplies bfloat16 takes widened factors back without loss, and still sums in float32: three
+    times as fast as its float32 product. PyTorch chooses that kernel by a setting of the whole process, so it
+    is left alone while other Python threads could be multiplying under it.
+    """
+    setting: Any = torch.backends.mkldnn.matmul
+    if precision.inputs != torch.bfloat16 or not _multiplies_bfloat16() or threading.active_count() > 1:
+        torch.mm(lhs, rhs, out=out)
+        return
+    before = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        torch.mm(lhs, rhs, out=out)
+    finally:
+        setting.fp32_precision = before
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
 
 
 @dataclass(frozen=True, slots=True)
