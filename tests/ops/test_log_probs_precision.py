@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.ops.log_probs import action_log_probs, selected_log_probs
-from agentrl.ops.tiles import Precision, widened_product
+from agentrl.ops.tiles import Precision, logit_product
 
 
 def truth(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ def test_widened_products_are_those_of_float32() -> None:
     """Exact factors, float32 sums: the error against float64 is that of a float32 product."""
     lhs, rhs = (torch.randn(size, 512, generator=torch.Generator().manual_seed(size)) for size in (70, 300))
     lhs, rhs, out = lhs.bfloat16().float(), rhs.bfloat16().float(), torch.empty(70, 300)
-    widened_product(lhs, rhs.T, Precision(torch.bfloat16, out.device, "float32"), out)
+    logit_product(lhs, rhs.T, Precision(torch.bfloat16, out.device, "float32"), out)
     exact = lhs.double() @ rhs.double().T
     error, plain = ((found.double() - exact).abs().max() for found in (out, lhs @ rhs.T))
     assert error <= 2 * plain

@@ -52,7 +52,7 @@ class Precision:
     @property
     def logit_operands(self) -> torch.dtype:
         """The dtype of the factors of a logit. On CPU, a 16-bit product cannot be written as float32, so the
-        factors are widened first, which is exact (`widened_product`)."""
+        factors are widened first, which is exact (`logit_product`)."""
         widen = self.narrow and self.logits == "float32" and self.device.type != "cuda"
         return self.wide if widen else self.inputs
 
@@ -63,33 +63,25 @@ class Precision:
         return self.wide if widen else self.inputs
 
 
-def product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
-    """Write lhs @ rhs to `out`, which has the wide dtype, rounding as little as the device allows."""
-    if lhs.dtype == out.dtype:
-        torch.mm(lhs, rhs, out=out)
-    elif precision.device.type == "cuda":
-        torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
-    else:
-        out.copy_(torch.mm(lhs, rhs))
-
-
-def widened_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
-    """Write lhs @ rhs to `out`, all float32, where the factors hold numbers of 16 bits: no rounding but sums'.
+def logit_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
+    """Write lhs @ rhs, of factors in `precision.logit_operands`, to `out` in the wide dtype, unrounded.
 
     A CPU that multiplies bfloat16 takes widened factors back without loss, and still sums in float32: three
     times as fast as its float32 product. PyTorch chooses that kernel by a setting of the whole process, so it
     is left alone while other Python threads could be multiplying under it.
     """
     setting: Any = torch.backends.mkldnn.matmul
-    if precision.inputs != torch.bfloat16 or not _multiplies_bfloat16() or threading.active_count() > 1:
+    if lhs.dtype != out.dtype:
+        torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
+    elif precision.inputs != torch.bfloat16 or not _multiplies_bfloat16() or threading.active_count() > 1:
         torch.mm(lhs, rhs, out=out)
-        return
-    before = setting.fp32_precision
-    setting.fp32_precision = "bf16"
-    try:
-        torch.mm(lhs, rhs, out=out)
-    finally:
-        setting.fp32_precision = before
+    else:
+        before = setting.fp32_precision
+        setting.fp32_precision = "bf16"
+        try:
+            torch.mm(lhs, rhs, out=out)
+        finally:
+            setting.fp32_precision = before
 
 
 @cache
@@ -247,18 +239,28 @@ class RowSum:
         whole = self.sums is self.gradient or self.all_rows
         return self.sums[start:stop] if whole else self.sums[: stop - start]
 
-    def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool) -> None:
-        """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there."""
+    def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool, last: bool) -> None:
+        """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there, the last finishes.
+
+        On CPU a 16-bit product is rounded once, from its float32 sums; a single one is the gradient itself.
+        """
+        on_cuda = self.precision.device.type == "cuda"
+        if first and last and lhs.dtype == self.gradient.dtype and self.unscale is None and not on_cuda:
+            torch.mm(lhs, rhs, out=self.gradient[start:stop])
+            return
         sums = self.rows(start, stop)
-        if first:
-            product(lhs, rhs, self.precision, out=sums)
-        elif lhs.dtype == sums.dtype:
-            sums.addmm_(lhs, rhs)
+        if lhs.dtype == sums.dtype:
+            torch.mm(lhs, rhs, out=sums) if first else sums.addmm_(lhs, rhs)
+        elif on_cuda and first:
+            torch.mm(lhs, rhs, out_dtype=sums.dtype, out=sums)
+        elif on_cuda:
+            part = self.buffers.take("part", sums.shape, sums.dtype)
+            sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
         else:
-            on_cuda = self.precision.device.type == "cuda"
-            part = self.buffers.take("part", sums.shape, sums.dtype if on_cuda else lhs.dtype)
-            product(lhs, rhs, self.precision, out=part)
-            sums.add_(part)
+            part = torch.mm(lhs, rhs, out=self.buffers.take("part", sums.shape, lhs.dtype))
+            sums.copy_(part) if first else sums.add_(part)
+        if last:
+            self.finish(start, stop)
 
     def finish(self, start: int, stop: int) -> None:
         """Cast rows [start, stop) to the gradient's dtype once their last product is in."""
