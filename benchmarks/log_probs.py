@@ -110,13 +110,14 @@ def score_tiled_input(case: Case) -> Tensor:
     return arl.action_log_probs(case.hidden, case.weight, case.targets, logits="input")
 
 
-def step_fused(case: Case, stash_bytes: int = 4 << 20) -> Any:
+def step_fused(case: Case, stash_bytes: int = 4 << 20, active: Tensor | None = None) -> Any:
     result = arl.fused_policy_loss(
         case.hidden,
         case.weight,
         case.targets,
         lambda log_probs, entropy, index: case.upstream[index] * log_probs,
         stash_bytes=stash_bytes,
+        active=active,
     )
     wanted = [t for t in (case.hidden, case.weight) if t.requires_grad]
     return torch.autograd.grad(result.loss, wanted)
@@ -134,6 +135,8 @@ SCORES: dict[str, Callable[[Case], Tensor]] = {
 def step_of(name: str, case: Case) -> Callable[[], Any]:
     if name == "fused":
         return lambda: step_fused(case)
+    if name == "fused, active=":
+        return lambda: step_fused(case, active=case.upstream != 0)
     return lambda: case.backward(SCORES[name](case))
 
 
@@ -144,7 +147,7 @@ def log_prob_error(name: str, case: Case) -> float:
     logits = torch.cat([hidden @ part.double().T for part in few.weight.split(8192)], 1)
     exact = arl.selected_log_probs(logits, few.targets)
     with torch.no_grad():
-        ours = SCORES["tiled" if name == "fused" else name](few)
+        ours = SCORES["tiled" if name.startswith("fused") else name](few)
     return float((ours.double() - exact).abs().max())
 
 

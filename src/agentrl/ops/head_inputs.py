@@ -74,7 +74,7 @@ def read_head_inputs(
     if tile_bytes is None:
         learned = isinstance(temperature, Tensor) and temperature.requires_grad
         tiles_held += (softcap is not None) + learned
-        tile_bytes = default_tile_bytes(hidden.dtype, hidden.device, tiles_held)
+        tile_bytes = default_tile_bytes(hidden.dtype, hidden.device, tiles_held, hidden.shape[1])
     if tile_bytes < 1:
         raise ValueError(f"tile_bytes must be positive, got {tile_bytes}")
     for name, value in (("softcap", softcap), ("scale", scale)):

@@ -18,17 +18,21 @@ LogitPrecision = Literal["float32", "input"]
 # 4096 x 4096 to give every multiprocessor several blocks.
 CPU_TILE_BYTES = 8 << 20
 CUDA_TILE_BYTES = 64 << 20
+# Rows added at a time where dtypes differ: PyTorch widens the addend in memory of its own.
+_BLOCK = 128
 
 
-def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: int) -> int:
+def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: int, width: int) -> int:
     """Bytes of one tile, such that all that is held at a time stays below 16 MiB on CPU.
 
     Soft-cap, entropy and a temperature's gradient each hold a second tile; 16-bit inputs hold wide copies of
-    their factors and a 16-bit copy of the gradient.
+    their factors, which outweigh the tile where they are wide, and a 16-bit copy of the gradient.
     """
     if device.type == "cuda":
         return CUDA_TILE_BYTES // tiles_held
-    return CPU_TILE_BYTES // (tiles_held if inputs.itemsize >= 4 else 4 * tiles_held)
+    if inputs.itemsize >= 4:
+        return CPU_TILE_BYTES // tiles_held
+    return min(CPU_TILE_BYTES // (2 * tiles_held), CPU_TILE_BYTES // (2 if width <= 512 else 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,8 @@ class RowSum:
             sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
         else:
             part = torch.mm(lhs, rhs, out=self.buffers.take("part", sums.shape, lhs.dtype))
-            sums.copy_(part) if first else sums.add_(part)
+            for total, term in zip(sums.split(_BLOCK), part.split(_BLOCK), strict=True):
+                total.copy_(term) if first else total.add_(term)
         if last:
             self.finish(start, stop)
 
