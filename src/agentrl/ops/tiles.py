@@ -32,7 +32,7 @@ def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: in
         return CUDA_TILE_BYTES // tiles_held
     if inputs.itemsize >= 4:
         return CPU_TILE_BYTES // tiles_held
-    return min(CPU_TILE_BYTES // (2 * tiles_held), CPU_TILE_BYTES // (2 if width <= 512 else 4))
+    return min(CPU_TILE_BYTES // (2 * tiles_held), CPU_TILE_BYTES * (3 if width <= 512 else 2) // 8)
 
 
 @dataclass(frozen=True, slots=True)
