@@ -169,12 +169,19 @@ def test_backward_runs_once_and_no_grad_runs() -> None:
 
 def test_wrong_token_losses_are_named() -> None:
     hidden, weight, _, targets = problem(5, 9, 4)
-    with pytest.raises(ValueError, match=r"one loss a token, shape \(5,\); got \(\)"):
+    with pytest.raises(ValueError, match=r"loss a token, shape \(5,\); got .* of shape \(\)"):
         fused_policy_loss(hidden, weight, targets, lambda p, _, i: p.sum())
     value = torch.ones(5, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="requires a gradient"):
         fused_policy_loss(hidden, weight, targets, lambda p, _, i: value * p)
     with pytest.raises(ValueError, match=r"active must be a bool tensor of shape \(5,\)"):
         fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, active=torch.ones(5))
-    with pytest.raises(ValueError, match="stash_bytes"):
-        fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, stash_bytes=-1)
+    wrong: Any
+    for wrong in (0.0, torch.ones(5, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="one floating-point loss a token"):
+            fused_policy_loss(hidden, weight, targets, lambda p, _, i, wrong=wrong: wrong)
+    with pytest.raises(ValueError, match="active must be a dense tensor, got list"):
+        fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, active=[True] * 5)  # type: ignore[arg-type]
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="stash_bytes must be a whole number"):
+            fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, stash_bytes=wrong)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.ops.head_inputs import HeadInputs, read_head_inputs
+from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs
 from agentrl.ops.tiled_head import Gradients, Needs, Stash, TiledHead, Upstream, reduce_and_cast
 from agentrl.ops.tiles import LogitPrecision, spread_rows_
 
@@ -76,10 +76,11 @@ def fused_policy_loss(
             [-0.5000,  0.5000],
             [ 0.2500, -0.2500]])
     """
-    if stash_bytes < 0:
-        raise ValueError(f"stash_bytes must not be negative, got {stash_bytes}")
+    if not is_whole(stash_bytes) or stash_bytes < 0:
+        raise ValueError(f"stash_bytes must be a whole number, at least 0, got {stash_bytes!r}")
     inputs = read_head_inputs(
         "fused_policy_loss",
+        2 + with_entropy,
         hidden,
         weight,
         targets,
@@ -88,7 +89,6 @@ def fused_policy_loss(
         softcap=softcap,
         scale=scale,
         logits=logits,
-        tiles_held=2 + with_entropy,
         tile_bytes=tile_bytes,
         group=group,
     )
@@ -99,6 +99,7 @@ def fused_policy_loss(
 
 def _active_rows(active: Tensor, hidden: Tensor) -> Tensor | None:
     """The positions of active tokens, int64 and ascending; None where all are."""
+    check_tensors(active=active)
     if active.dtype != torch.bool or active.shape != hidden.shape[:1] or active.device != hidden.device:
         raise ValueError(
             f"active must be a bool tensor of shape ({len(hidden)},) on {hidden.device}, one entry a token; "
@@ -130,12 +131,8 @@ class _FusedLoss(torch.autograd.Function):
                     inputs, token_loss, needs, rows, entropy=entropy, stash_bytes=stash_bytes
                 )
         if rows is not None:
-            logp, entropy_value = (
-                part
-                if part is None
-                else part.new_full(inputs.targets.shape, torch.nan).index_copy_(0, rows, part)
-                for part in (logp, entropy_value)
-            )
+            logp = _spread(logp, rows, len(inputs.targets))
+            entropy_value = None if entropy_value is None else _spread(entropy_value, rows, len(logp))
         ctx.gradients = gradients
         ctx.mark_non_differentiable(logp, *([] if entropy_value is None else [entropy_value]))
         ctx.set_materialize_grads(False)
@@ -163,6 +160,11 @@ class _FusedLoss(torch.autograd.Function):
         return (None,) * 5 + parts + (None, None)
 
 
+def _spread(scores: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+    """The scores of the tokens `rows` among all, [num_tokens]; NaN elsewhere."""
+    return scores.new_full((num_tokens,), torch.nan).index_copy_(0, rows, scores)
+
+
 def _differentiate(
     token_loss: TokenLoss, logp: Tensor, entropy: Tensor | None, rows: Tensor | None, *, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -174,10 +176,12 @@ def _differentiate(
     leaves = [part.detach().requires_grad_() for part in (logp, entropy) if part is not None]
     with torch.enable_grad():
         losses = token_loss(leaves[0], None if entropy is None else leaves[1], positions)
-        if losses.shape != logp.shape:
+        is_tensor = isinstance(losses, Tensor)
+        if not is_tensor or losses.shape != logp.shape or not losses.is_floating_point():
+            got = f"{losses.dtype} of shape {tuple(losses.shape)}" if is_tensor else type(losses).__name__
             raise ValueError(
-                f"token_loss must return one loss a token, shape {tuple(logp.shape)}; "
-                f"got {tuple(losses.shape)}"
+                "token_loss must return one floating-point loss a token, "
+                f"shape {tuple(logp.shape)}; got {got}"
             )
         loss = losses.sum(dtype=logp.dtype)
     _refuse_other_leaves(loss, leaves)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def logit_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -
     times as fast as its float32 product. PyTorch chooses that kernel by a setting of the whole process, so it
     is left alone while other Python threads could be multiplying under it.
     """
-    setting: Any = torch.backends.mkldnn.matmul
+    setting = cast(Any, torch.backends.mkldnn).matmul
     if lhs.dtype != out.dtype:
         torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
     elif precision.inputs != torch.bfloat16 or not _multiplies_bfloat16() or threading.active_count() > 1:
