@@ -1,33 +1,45 @@
 """The log-prob head against full logits: seconds, exact peak memory, error and matrix products, as markdown.
 
-    python benchmarks/log_probs.py --quick            under a minute
-    python benchmarks/log_probs.py                    about 8 minutes on two quiet cores
-    python benchmarks/log_probs.py --device cuda --full-size    16k tokens of Qwen3-0.6B's head
+    python benchmarks/log_probs.py                    # about 12 minutes on two quiet cores
+    python benchmarks/log_probs.py --report           # the tables, from what is there
+    python benchmarks/log_probs.py --quick            # small sizes, under a minute
+    python benchmarks/log_probs.py --device cuda --full-size    # 16k tokens of Qwen3-0.6B's head
 
-Contenders of a case run in turn in one process, and the tables give medians. The peak counts PyTorch's own
-allocator events on CPU (every allocation, also inside operators), its counters on CUDA, over what was held
-before. The error is the largest of 64 tokens' log-probs against float64.
+A finished size is appended to a file, one JSON line, and not measured again by the same commit and settings:
+stop it, start it again, or only print what is there.
+
+Contenders of a size run in turn in one process. Their first turn is traced: it counts matrix products and
+records the peak, by PyTorch's own allocator events on CPU (every allocation, also inside operators), by its
+counters on CUDA, over what was held before. Timed turns follow while `--seconds` of the size last, five at
+most, and the tables give medians; where the traced turn takes all that time, its seconds stand, and `turns`
+is 0. The error is the largest of 64 tokens' log-probs against float64.
 """
 
 # N action tokens, V vocabulary, D width
 
 import argparse
+import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import agentrl as arl
+from agentrl.ops.peak_memory import peak_bytes
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
+MOST_TURNS = 5
 
 
 class ProductCount(TorchDispatchMode):
@@ -42,28 +54,6 @@ class ProductCount(TorchDispatchMode):
             lhs, rhs = [arg for arg in args if isinstance(arg, Tensor)][-2:]
             self.operations += 2 * lhs.shape[0] * lhs.shape[1] * rhs.shape[1]
         return func(*args, **(kwargs or {}))
-
-
-def peak_bytes(step: Callable[[], Any], device: str = "cpu") -> int:
-    """The most bytes that `step` holds at once, over what was held before."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        held = step()  # results stay alive until the profile ends
-        del held
-    results = found.profiler.kineto_results  # type: ignore[union-attr]
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events)
-    total = highest = 0
-    for _, change in changes:
-        total += change
-        highest = max(highest, total)
-    return highest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,9 +75,12 @@ class Case:
         upstream = torch.randn(n, generator=generator) * (torch.rand(n, generator=generator) < active)
         return Case(hidden, weight, targets, upstream.to(device))
 
-    def backward(self, log_probs: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [t for t in (self.hidden, self.weight) if t.requires_grad]
-        return torch.autograd.grad(log_probs, wanted, self.upstream)
+    def leaves(self) -> list[Tensor]:
+        """What wants a gradient."""
+        return [t for t in (self.hidden, self.weight) if t.requires_grad]
+
+    def backward(self, log_probs: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(log_probs, self.leaves(), self.upstream)
 
 
 def score_full(case: Case) -> Tensor:
@@ -110,16 +103,29 @@ def score_tiled_input(case: Case) -> Tensor:
     return arl.action_log_probs(case.hidden, case.weight, case.targets, logits="input")
 
 
-def step_fused(case: Case, stash_bytes: int = 4 << 20) -> Any:
+def step_fused(case: Case, **keywords: Any) -> Any:
     result = arl.fused_policy_loss(
         case.hidden,
         case.weight,
         case.targets,
         lambda log_probs, entropy, index: case.upstream[index] * log_probs,
-        stash_bytes=stash_bytes,
+        **keywords,
     )
-    wanted = [t for t in (case.hidden, case.weight) if t.requires_grad]
-    return torch.autograd.grad(result.loss, wanted)
+    return torch.autograd.grad(result.loss, case.leaves())
+
+
+def torch_loss(case: Case) -> Tensor:
+    """PyTorch's own chunked head. It sums over tokens: its upstream gradients are uniform."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    return functional.linear_cross_entropy(
+        case.hidden, case.weight, case.targets, reduction="sum", options=options
+    )
+
+
+def score_torch(case: Case) -> Tensor:
+    single = [case.hidden.split(1), case.targets.split(1)]
+    alone = (Case(h, case.weight, t, case.upstream) for h, t in zip(*single, strict=True))
+    return torch.stack([-torch_loss(one) for one in alone])
 
 
 SCORES: dict[str, Callable[[Case], Tensor]] = {
@@ -128,34 +134,40 @@ SCORES: dict[str, Callable[[Case], Tensor]] = {
     "recomputed (256)": score_checkpointed,
     "tiled": score_tiled,
     "tiled, input": score_tiled_input,
+    "fused": score_tiled,
+    "fused, input": score_tiled_input,
+    "fused, active=": score_tiled,
+    "fused, active=, input": score_tiled_input,
+    "torch": score_torch,
 }
 
 
 def step_of(name: str, case: Case) -> Callable[[], Any]:
-    if name == "fused":
-        return lambda: step_fused(case)
+    if name == "torch":
+        return lambda: torch.autograd.grad(torch_loss(case), case.leaves())
+    if name.startswith("fused"):
+        given: dict[str, Any] = {"logits": "input"} if name.endswith("input") else {}
+        if "active=" in name:
+            given["active"] = case.upstream != 0
+        return lambda: step_fused(case, **given)
     return lambda: case.backward(SCORES[name](case))
 
 
-def log_prob_error(name: str, case: Case) -> float:
-    """The largest error of 64 tokens' log-probs against float64."""
+def log_prob_errors(names: tuple[str, ...], case: Case) -> dict[str, float]:
+    """The largest error of 64 tokens' log-probs against float64, a contender."""
     few = Case(case.hidden[:64].detach(), case.weight.detach(), case.targets[:64], case.upstream[:64])
     hidden = few.hidden.double()
     logits = torch.cat([hidden @ part.double().T for part in few.weight.split(8192)], 1)
     exact = arl.selected_log_probs(logits, few.targets)
     with torch.no_grad():
-        ours = SCORES["tiled" if name == "fused" else name](few)
-    return float((ours.double() - exact).abs().max())
+        return {name: float((SCORES[name](few).double() - exact).abs().max()) for name in names}
 
 
 def matmul_peak(dtype: torch.dtype, device: str) -> float:
     """Operations a second of the best of ten square products."""
     side = 1024 if device == "cpu" else 8192
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        best = min(best, seconds(lambda: a @ b, device))
-    return 2 * side**3 / best
+    return 2 * side**3 / min(seconds(lambda: a @ b, device) for _ in range(10))
 
 
 def seconds(step: Callable[[], Any], device: str) -> float:
@@ -168,93 +180,231 @@ def seconds(step: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def measure(case: Case, names: list[str], runs: int, device: str, peaks: bool = True) -> list[str]:
-    """Markdown rows: contender, seconds, ratio to the first, peak over gradients, error, products, rate."""
-    n, d = case.hidden.shape
-    v = case.weight.shape[0]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(runs):
-        for name in names:
-            times[name].append(seconds(step_of(name, case), device))
-    gradients = sum(t.numel() * t.element_size() for t in (case.hidden, case.weight) if t.requires_grad)
-    best = matmul_peak(case.hidden.dtype, device)
-    rows = []
-    for name in names:
-        median = statistics.median(times[name])
-        with ProductCount() as counted:
-            step_of(name, case)()
-        ratio = median / statistics.median(times[names[0]])
-        peak = peak_bytes(step_of(name, case), device) if peaks else float("nan")
-        over = f"{(peak - gradients) / 1e6:,.1f}"
-        products = counted.operations / (2 * n * v * d)
-        rows.append(
-            f"| {n:,} x {v:,} x {d:,} | {name} | {median:.3f} | {ratio:.2f} | {over} "
-            f"| {log_prob_error(name, case):.1e} | {products:.2f} "
-            f"| {counted.operations / median / best:.0%} |"
-        )
-        progress(rows[-1])
-    return rows
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One block of rows of a table: contenders at one size, the first of which is what others compare to."""
+
+    table: str
+    n: int
+    v: int
+    d: int
+    dtype: str
+    names: tuple[str, ...]
+    active: float = 1.0
+    frozen: bool = False
+
+    def key(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(slots=True)
+class Turns:
+    """What was measured of one contender."""
+
+    traced_seconds: float
+    seconds: list[float]
+    peak: int  # bytes, over what was held before
+    operations: int  # of matrix products
+
+    @staticmethod
+    def traced(step: Callable[[], Any], device: str) -> "Turns":
+        found = Turns(0.0, [], 0, 0)
+
+        def counted() -> Any:
+            start = time.perf_counter()
+            with ProductCount() as count:
+                result = step()
+            found.traced_seconds = time.perf_counter() - start
+            found.operations = count.operations
+            return result
+
+        found.peak = peak_bytes(counted, device)
+        return found
+
+    def median(self) -> float:
+        return statistics.median(self.seconds or [self.traced_seconds])
+
+
+def measure(size: Size, device: str, budget: float) -> dict[str, Any]:
+    """The record of a size: figures by contender. `budget` seconds bound the turns after the first."""
+    dtype = getattr(torch, size.dtype)
+    case = Case.draw(size.n, size.v, size.d, dtype, device, size.active)
+    case.weight.requires_grad_(not size.frozen)
+    steps = {name: step_of(name, case) for name in size.names}
+    begin = time.perf_counter()
+    turns = {name: Turns.traced(step, device) for name, step in steps.items()}
+    round_seconds = sum(t.traced_seconds for t in turns.values())
+    for _ in range(MOST_TURNS):
+        if time.perf_counter() - begin + round_seconds / 2 > budget:
+            break
+        for name, step in steps.items():
+            turns[name].seconds.append(seconds(step, device))
+    gradients = sum(t.numel() * t.element_size() for t in case.leaves())
+    peak_rate, errors = matmul_peak(dtype, device), log_prob_errors(size.names, case)
+    plain = turns[size.names[0]].median()
+    return {
+        name: {
+            "seconds": t.median(),
+            "ratio": t.median() / plain,
+            "turns": len(t.seconds),
+            "over_bytes": t.peak - gradients,
+            "error": errors[name],
+            "products": t.operations / (2 * size.n * size.v * size.d),
+            "rate": t.operations / t.median() / peak_rate,
+        }
+        for name, t in turns.items()
+    }
+
+
+def grid(quick: bool) -> list[Size]:
+    """Every size in float32 and bfloat16."""
+    full = [(n, v, d) for n in (1024, 4096) for v in (32_000, 151_936) for d in (256, 1024)]
+    small = [(256, 8000, 256), (256, 8000, 512)]
+    found = []
+    for n, v, d in small if quick else full:
+        for dtype, more in (("float32", ()), ("bfloat16", ("tiled, input",))):
+            table = f"{dtype}, forward and backward, both gradients"
+            found.append(Size(table, n, v, d, dtype, ("full", "tiled", *more, "fused")))
+    return found
+
+
+def special(quick: bool) -> list[Size]:
+    """What active rows and a frozen weight save, PyTorch's own head, the chapter's shape, many tokens."""
+    n, v, d = (256, 8000, 256) if quick else (2048, 32_000, 1024)
+    few = "a quarter of the tokens carry a gradient"
+    found = []
+    for dtype, names in (
+        ("float32", ("full", "tiled", "fused, active=")),
+        ("bfloat16", ("full", "tiled", "fused, active=", "fused, active=, input")),
+    ):
+        found.append(Size(few, n, v, d, dtype, names, active=0.25))
+        found.append(Size("frozen weight", n, v, d, dtype, ("full", "tiled", "fused"), frozen=True))
+        if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            rivals = ("full", "torch", "tiled", "fused")
+            found.append(Size("PyTorch's own chunked head (`torch`)", n, v, d, dtype, rivals))
+    chapter = (512, 8000, 64) if quick else (2048, 32_000, 256)
+    names = ("full", "chunked", "recomputed (256)", "tiled", "fused")
+    found.append(Size("the chapter's table at a scaled size", *chapter, "float32", names))
+    for n in (1024, 2048) if quick else (4096, 16_384):
+        many = (n, *((2000, 64) if quick else (32_000, 256)))
+        found.append(Size("memory does not grow with tokens", *many, "float32", ("tiled", "fused")))
+    return found
+
+
+def full_size() -> list[Size]:
+    """16k tokens of Qwen3-0.6B (vocabulary 151,936, width 1,024), bf16: the chapter's table itself."""
+    names = ("full", "chunked", "recomputed (256)", "tiled", "tiled, input", "fused")
+    return [Size("16k tokens of Qwen3-0.6B's head", 16_384, 151_936, 1024, "bfloat16", names)]
+
+
+def commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What records must share to stand in one table."""
+    return {
+        "commit": commit(),
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {options.device}",
+        "threads": options.threads,
+        "seconds": options.seconds,
+    }
+
+
+def read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Records of these settings by size; a line that a crash cut off is none."""
+    found: dict[str, Any] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["settings"] == wanted:
+            found[record["size"]] = record["figures"]
+    return found
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    is_cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    with path.open("a") as file:
+        file.write("\n" * is_cut + json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 HEADER = (
-    "| N x V x D | head | seconds | of full | peak - grads, MB | error, nats | products | of peak rate |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| N x V x D | dtype | head | seconds | of the first | turns | peak - grads, MB | error, nats | products "
+    "| of peak rate |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-def progress(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
-def table(title: str, rows: list[str]) -> None:
-    print(f"\n### {title}\n\n{HEADER}", *rows, sep="\n", flush=True)
-
-
-def sizes(quick: bool) -> list[tuple[int, int, int]]:
-    if quick:
-        return [(256, 8000, 256), (256, 8000, 512)]
-    return [(n, v, d) for n in (1024, 4096) for v in (32_000, 151_936) for d in (256, 1024)]
-
-
-def compare(quick: bool, device: str) -> None:
-    """Every size, in float32 and bf16."""
-    for dtype, names in (
-        (torch.float32, ["full", "tiled", "fused"]),
-        (torch.bfloat16, ["full", "tiled", "tiled, input", "fused"]),
-    ):
-        rows = []
-        for n, v, d in sizes(quick):
-            huge = n * v * d > 2e11
-            case = Case.draw(n, v, d, dtype, device)
-            some = names[:3] if huge and dtype == torch.bfloat16 else names[:2] if huge else names
-            rows += measure(case, some, 1 if huge else 3, device, peaks=not huge)
-        table(f"{dtype}, forward and backward, both gradients".replace("torch.", ""), rows)
-
-
-def special_cases(quick: bool, device: str) -> None:
-    """What active rows and a frozen weight save, the chapter's shape, and memory at many tokens."""
-    n, v, d = (256, 8000, 256) if quick else (2048, 32_000, 1024)
+def rows_of(size: Size, figures: dict[str, Any]) -> list[str]:
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        rows += measure(
-            Case.draw(n, v, d, dtype, device, active=0.25), ["full", "tiled", "tiled, input"], 3, device
+    for name, f in figures.items():
+        products, rate = f"{f['products']:.2f}", f"{f['rate']:.0%}"
+        if name == "torch":  # one operator to the dispatcher, its products unseen
+            products = rate = "-"
+        rows.append(
+            f"| {size.n:,} x {size.v:,} x {size.d:,} | {size.dtype} | {name} | {f['seconds']:.3f} "
+            f"| {f['ratio']:.2f} | {f['turns']} | {f['over_bytes'] / 1e6:,.1f} | {f['error']:.1e} "
+            f"| {products} | {rate} |"
         )
-    table("a quarter of the tokens carry a gradient (float32, then bf16)", rows)
-    case = Case.draw(n, v, d, torch.float32, device)
-    case.weight.requires_grad_(False)
-    table("frozen weight, float32", measure(case, ["full", "tiled", "fused"], 3, device))
-    chapter = Case.draw(*((512, 8000, 64) if quick else (2048, 32_000, 256)), torch.float32, device)
-    names = ["full", "chunked", "recomputed (256)", "tiled", "fused"]
-    table("the chapter's table at a scaled size, float32", measure(chapter, names, 3, device))
-    many = Case.draw(*((2048, 2000, 64) if quick else (16_384, 32_000, 256)), torch.float32, device)
-    table("many tokens, float32", measure(many, ["tiled", "fused"], 1, device))
+    return rows
 
 
-def full_size(device: str) -> None:
-    """16k tokens of Qwen3-0.6B (vocabulary 151,936, width 1,024), bf16: the chapter's table itself."""
-    case = Case.draw(16_384, 151_936, 1024, torch.bfloat16, device)
-    names = ["full", "chunked", "recomputed (256)", "tiled", "tiled, input", "fused"]
-    table("16k tokens of Qwen3-0.6B's head, bf16", measure(case, names, 3, device))
+def targets(found: dict[Size, dict[str, Any]]) -> list[str]:
+    """Each target of the head against the worst of the grid, and against that of a quarter of the rows."""
+    rows = ["| dtype | head | figure | asked | worst | sizes that miss |", "|---|---|---|---|---|---|"]
+
+    def judge(dtype: str, name: str, title: str, asked: float, figure: Callable[[Size, Any], float]) -> None:
+        values = [figure(s, f) for s, f in found.items() if s.dtype == dtype and name in f]
+        if values:
+            missed = sum(value > asked for value in values)
+            rows.append(
+                f"| {dtype} | {name} | {title} | {asked:g} | {max(values):.2f} | {missed} of {len(values)} |"
+            )
+
+    for dtype, name, asked in (
+        ("float32", "tiled", 1.0),
+        ("float32", "fused", 1.0),
+        ("bfloat16", "tiled", 2.0),
+        ("bfloat16", "tiled, input", 1.15),
+        ("bfloat16", "fused", 2.0),
+    ):
+        judge(dtype, name, "time, of full", asked, lambda s, f, name=name: f[name]["ratio"])
+        judge(dtype, name, "peak - grads, MiB", 16, lambda s, f, name=name: f[name]["over_bytes"] / 2**20)
+        judge(dtype, name, "error, of full", 1 if dtype == "bfloat16" else 0.2,
+              lambda s, f, name=name: f[name]["error"] / f["full"]["error"])  # fmt: skip
+    for dtype in ("float32", "bfloat16"):
+        for name in ("fused, active=", "fused, active=, input"):
+            judge(dtype, name, "time, of full", 1 / 3, lambda s, f, name=name: f[name]["ratio"])
+    return rows
+
+
+def report(sizes: list[Size], found: dict[str, Any], shared: dict[str, Any]) -> None:
+    """The tables as markdown."""
+    rates = ", ".join(
+        f"{matmul_peak(dtype, shared['machine'].split(', ')[-1]) / 1e9:,.0f} GFLOP/s in {str(dtype)[6:]}"
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    print(
+        f"commit {shared['commit']}, torch {shared['torch']}, {shared['machine']}, "
+        f"{shared['threads']} threads, seed 0, `{' '.join(['python', *sys.argv])}`; matmul peak {rates}"
+    )
+    measured = {size: found[size.key()] for size in sizes if size.key() in found}
+    for table in dict.fromkeys(size.table for size in measured):
+        print(f"\n### {table}\n\n{HEADER}")
+        for size, figures in measured.items():
+            if size.table == table:
+                print(*rows_of(size, figures), sep="\n")
+    judged = {size: f for size, f in measured.items() if "both gradients" in size.table or size.active < 1}
+    print("\n### asked and measured\n", *targets(judged), sep="\n")
+    if len(measured) < len(sizes):
+        print(f"\n{len(sizes) - len(measured)} of {len(sizes)} sizes are still to be measured.")
 
 
 def main() -> None:
@@ -265,20 +415,23 @@ def main() -> None:
     parser.add_argument("--full-size", action="store_true", help="16k tokens of Qwen3-0.6B's head alone")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=15.0, help="of turns, a size")
+    parser.add_argument("--results", type=Path, default=Path("log_probs.jsonl"), help="a line a size")
+    parser.add_argument("--report", action="store_true", help="measure nothing; print what is there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    print(f"commit {commit.stdout.strip()}, torch {torch.__version__}, {options.device}, seed 0, "
-          f"{torch.get_num_threads()} threads, `{' '.join(['python', *sys.argv])}`; matmul peak "
-          + ", ".join(f"{matmul_peak(dtype, options.device) / 1e9:,.0f} GFLOP/s in {str(dtype)[6:]}"
-                      for dtype in (torch.float32, torch.bfloat16)))  # fmt: skip
-    if options.full_size:
-        full_size(options.device)
-        return
-    compare(options.quick, options.device)
-    special_cases(options.quick, options.device)
+    shared = settings(options)
+    sizes = full_size() if options.full_size else grid(options.quick) + special(options.quick)
+    found = read(options.results, shared)
+    # smallest first: a run that is stopped has some of each table
+    for size in sorted(sizes, key=lambda size: size.n * size.v * size.d * len(size.names)):
+        if options.report or size.key() in found:
+            continue
+        figures = found[size.key()] = measure(size, options.device, options.seconds)
+        append(options.results, {"settings": shared, "size": size.key(), "figures": figures})
+        now = time.strftime("%H:%M:%S")
+        print(*(f"[{now}] {row}" for row in rows_of(size, figures)), sep="\n", file=sys.stderr, flush=True)
+    report(sizes, found, shared)
 
 
 if __name__ == "__main__":

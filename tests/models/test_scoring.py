@@ -117,6 +117,8 @@ def test_wrong_rows_are_refused() -> None:
     ids = torch.tensor([[1, 2, 3, 4]])
     with pytest.raises(ValueError, match="two pieces"):
         packed_logits(model, ids, torch.tensor([[0, 1, 0, 0]]), torch.tensor([[0, 0, 1, 0]]))
+    with pytest.raises(ValueError, match="row 0, position 2 starts at position id 1; positions restart"):
+        visible_until_of(torch.tensor([[0, 1, 1, 2]]), torch.tensor([[0, 0, 1, 1]]))
     with pytest.raises(ValueError, match="segment_ids must be"):
         packed_logits(model, ids, torch.tensor([[0, 1, 0, 0]]), torch.tensor([[0, 0, 1]]))
     with pytest.raises(ValueError, match="transformers causal LM"):

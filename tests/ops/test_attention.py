@@ -257,8 +257,16 @@ def test_wrong_input_is_refused() -> None:
         attention(q, k, v[:, :1], positions, until)
     with pytest.raises(ValueError, match=r"must be \[R, L\]"):
         attention(q, k, v, positions, until[:, :-1])
-    with pytest.raises(ValueError, match="window must be at least 1"):
-        attention(q, k, v, positions, until, window=0)
+    with pytest.raises(ValueError, match="no multiple of 0 key-value heads"):
+        attention(q, k[:, :0], v[:, :0], positions, until)
+    for window in (0, 2.5, True):
+        with pytest.raises(ValueError, match=r"window must be at least 1.*a whole number"):
+            attention(q, k, v, positions, until, window=window)  # pyright: ignore
+    for softcap in (0.0, -2.0, float("nan"), float("inf"), True):
+        with pytest.raises(ValueError, match="softcap must be positive and finite"):
+            attention(q, k, v, positions, until, softcap=softcap)
+    with pytest.raises(ValueError, match="scale must be finite"):
+        attention(q, k, v, positions, until, scale=float("nan"))
     with pytest.raises(ValueError, match="backend must be one of"):
         attention(q, k, v, positions, until, backend="fast")  # pyright: ignore
     with pytest.raises(ValueError, match="row's end"):

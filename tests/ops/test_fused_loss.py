@@ -91,6 +91,51 @@ def test_in_16_bits_its_error_is_within_twice_the_plain_one(dtype: torch.dtype) 
         assert error <= 2 * plain_error + 1e-4, name
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    share=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    share_idle=st.sampled_from([0.0, 0.5]),
+    with_entropy=st.booleans(),
+    frozen=st.booleans(),
+    stash_bytes=st.sampled_from([0, 500]),
+)
+def test_only_active_tokens_are_scored(
+    share: float, share_idle: float, with_entropy: bool, frozen: bool, stash_bytes: int
+) -> None:
+    """The others may even hold NaN; an active token may still turn out to carry no gradient."""
+    hidden, weight, bias, targets = problem(23, 40, 6)
+    weight.requires_grad_(not frozen)
+    bias.requires_grad_(not frozen)
+    active = torch.rand(23) < share
+    gain = torch.randn(23, dtype=torch.float64) * active * (torch.rand(23) >= share_idle)
+    dirty = hidden.detach().where(active[:, None], torch.nan).requires_grad_()
+
+    def token_loss(log_probs: Tensor, entropy: Tensor | None, index: Tensor) -> Tensor:
+        assert len(index) == len(log_probs)
+        return gain[index] * (log_probs if entropy is None else log_probs * entropy)
+
+    found = [
+        fused_policy_loss(
+            h, weight, targets, token_loss, bias=bias, temperature=torch.linspace(0.5, 2, 23).double(),
+            with_entropy=with_entropy, active=a, tile_bytes=700, stash_bytes=stash_bytes,
+        )
+        for h, a in ((dirty, active), (hidden, None))
+    ]  # fmt: skip
+    heads = [] if frozen else [weight, bias]
+    grads = [
+        torch.autograd.grad(result.loss, [h, *heads])
+        for result, h in zip(found, (dirty, hidden), strict=True)
+    ]
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(grads[0], grads[1], **close)
+    torch.testing.assert_close(found[0].loss, found[1].loss, **close)
+    for part, whole in zip(found[0][1:], found[1][1:], strict=True):
+        if part is not None:
+            assert whole is not None
+            assert torch.equal(part.isnan(), ~active)
+            torch.testing.assert_close(part[active], whole[active], **close)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_nan_in_an_idle_token_touches_nothing(frozen: bool) -> None:
     hidden, weight, _, targets = problem(9, 20, 12)
@@ -124,10 +169,19 @@ def test_backward_runs_once_and_no_grad_runs() -> None:
 
 def test_wrong_token_losses_are_named() -> None:
     hidden, weight, _, targets = problem(5, 9, 4)
-    with pytest.raises(ValueError, match=r"one loss a token, shape \(5,\); got \(\)"):
+    with pytest.raises(ValueError, match=r"loss a token, shape \(5,\); got .* of shape \(\)"):
         fused_policy_loss(hidden, weight, targets, lambda p, _, i: p.sum())
     value = torch.ones(5, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="requires a gradient"):
         fused_policy_loss(hidden, weight, targets, lambda p, _, i: value * p)
-    with pytest.raises(ValueError, match="stash_bytes"):
-        fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, stash_bytes=-1)
+    with pytest.raises(ValueError, match=r"active must be a bool tensor of shape \(5,\)"):
+        fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, active=torch.ones(5))
+    wrong: Any
+    for wrong in (0.0, torch.ones(5, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="one floating-point loss a token"):
+            fused_policy_loss(hidden, weight, targets, lambda p, _, i, wrong=wrong: wrong)
+    with pytest.raises(ValueError, match="active must be a dense tensor, got list"):
+        fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, active=[True] * 5)  # type: ignore[arg-type]
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="stash_bytes must be a whole number"):
+            fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, stash_bytes=wrong)

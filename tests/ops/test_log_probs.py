@@ -125,6 +125,13 @@ def test_a_frozen_weight_passes_gradcheck() -> None:
     assert gradcheck(lambda h: action_log_probs(h, frozen, targets, softcap=2.0, tile_bytes=64), (hidden,))
 
 
+def test_the_references_refuse_shapes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"got \(2, 4\) and \(1,\)"):
+        selected_log_probs(torch.zeros(2, 4), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"weight \[V, D\]"):
+        chunked_log_probs(torch.zeros(2, 4), torch.zeros(4), torch.tensor([0, 1]))
+
+
 def test_the_references_agree_bit_for_bit() -> None:
     hidden, weight, targets, _ = problem(12, 50, 8, torch.float32)
     rows, ids = hidden.view(3, 4, 8), targets.view(3, 4)
@@ -247,7 +254,12 @@ def test_a_second_derivative_is_refused() -> None:
             action_log_probs(hidden, head, targets).sum(), hidden, create_graph=True
         )
         with pytest.raises(RuntimeError, match="differentiable once"):
-            grad.sum().backward()
+            grad.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):  # not zeros for an unused input
+            torch.autograd.grad(grad.sum(), hidden, allow_unused=True)
+        log_probs = action_log_probs(hidden, head, targets)
+        with pytest.raises(RuntimeError, match="one upstream gradient at a time"):
+            torch.autograd.grad(log_probs, hidden, torch.eye(4).double(), is_grads_batched=True)
 
 
 def test_torch_func_is_refused() -> None:
@@ -273,10 +285,22 @@ def test_torch_func_is_refused() -> None:
         ({"bias": torch.zeros(9, dtype=torch.int64)}, "bias must be floating point"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"temperature": torch.ones(3)}, r"shape \(4,\), one a token"),
-        ({"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])}, r"temperature\[2\] must be positive, got 0.0"),
+        (
+            {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0])},
+            r"temperature\[2\] must be positive and finite, got 0.0",
+        ),
+        ({"temperature": torch.full((4,), torch.inf)}, r"temperature\[0\] must be positive and finite"),
+        ({"temperature": torch.tensor(2)}, r"got torch.int64 of shape \(\)"),
+        ({"temperature": None}, "temperature must be positive and finite, got None"),
+        ({"hidden": None}, "hidden must be a dense tensor, got NoneType"),
+        ({"targets": [0, 1, 2, 3]}, "targets must be a dense tensor, got list"),
+        ({"hidden": torch.zeros(4, 3).to_sparse()}, "dense tensor, got torch.sparse_coo"),
+        ({"softcap": True}, "softcap must be positive and finite, or None for no softcap; got True"),
+        ({"scale": "2"}, "scale must be positive and finite, or None for no scale; got '2'"),
+        ({"tile_bytes": 1.5}, "positive whole number, got 1.5"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"scale": float("nan")}, "scale must be positive"),
-        ({"tile_bytes": 0}, "tile_bytes must be positive"),
+        ({"tile_bytes": 0}, "tile_bytes must be a positive"),
         ({"logits": "bf16"}, "'float32' or 'input', got 'bf16'"),
     ],
 )

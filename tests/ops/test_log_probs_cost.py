@@ -80,6 +80,20 @@ def test_backward_costs_a_quarter_with_a_quarter_of_the_tokens() -> None:
     assert products(tiled, case) == 1.0
 
 
+def test_a_loss_known_to_be_zero_costs_no_product() -> None:
+    case = BENCH.Case.draw(64, 500, 32, torch.float32, "cpu")
+    case.upstream[16:] = 0.0
+
+    def step(case: Any) -> Any:
+        return BENCH.step_fused(case, active=case.upstream != 0)
+
+    assert products(step, case) == 3 / 4
+    case.weight.requires_grad_(False)
+    assert products(step, case) == 2 / 4
+    case.upstream.zero_()
+    assert products(step, case) == 0.0
+
+
 def bytes_over_gradients(
     step: Step, n: int, v: int, d: int, dtype: torch.dtype, active: float = 1.0
 ) -> float:

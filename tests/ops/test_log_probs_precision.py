@@ -2,11 +2,15 @@
 
 # N action tokens, V vocabulary, D width
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from agentrl.ops.log_probs import action_log_probs, selected_log_probs
+from agentrl.ops.tiles import Precision, logit_product
 
 
 def truth(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
@@ -86,3 +90,37 @@ def test_float32_log_probs_beat_full_logits_at_a_large_vocabulary() -> None:
         ours = action_log_probs(hidden, weight, targets)
         plain = selected_log_probs(hidden @ weight.T, targets)
     assert (ours.double() - exact).abs().max() <= (plain.double() - exact).abs().max() + 1e-6
+
+
+def test_widened_products_are_those_of_float32() -> None:
+    """Exact factors, float32 sums: the error against float64 is that of a float32 product."""
+    lhs, rhs = (torch.randn(size, 512, generator=torch.Generator().manual_seed(size)) for size in (70, 300))
+    lhs, rhs, out = lhs.bfloat16().float(), rhs.bfloat16().float(), torch.empty(70, 300)
+    logit_product(lhs, rhs.T, Precision(torch.bfloat16, out.device, "float32"), out)
+    exact = lhs.double() @ rhs.double().T
+    error, plain = ((found.double() - exact).abs().max() for found in (out, lhs @ rhs.T))
+    assert error <= 2 * plain
+
+
+def test_the_matmul_setting_is_lent_only_while_no_other_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting: Any = torch.backends.mkldnn.matmul
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU does not multiply bfloat16")
+    seen: list[str] = []
+    mm = torch.mm
+
+    def watched(*args: Any, **keywords: Any) -> Tensor:
+        seen.append(setting.fp32_precision)
+        return mm(*args, **keywords)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    hidden, weight = torch.ones(2, 4).bfloat16(), torch.ones(3, 4).bfloat16()
+    before = setting.fp32_precision
+    action_log_probs(hidden, weight, torch.tensor([0, 2]))
+    assert (seen, setting.fp32_precision) == (["bf16"], before)
+    action_log_probs(hidden.float(), weight.float(), torch.tensor([0, 2]))
+    action_log_probs(hidden.half(), weight.half(), torch.tensor([0, 2]))
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    action_log_probs(hidden, weight, torch.tensor([0, 2]))
+    assert seen[1:] == [before] * 3

@@ -62,8 +62,8 @@ def sequence_scores(
 def visible_until_of(position_ids: Tensor, segment_ids: Tensor) -> Tensor:
     """Visibility [R, L] of flat rows: every token up to the end of its own segment; padding (-1) itself only.
 
-    Raises ValueError where a segment stands in two pieces, or where positions jump inside one, as in a row
-    that shares prefixes: its segments do not say which branch reads which.
+    Raises ValueError where a segment stands in two pieces or does not start at position 0, or where positions
+    jump inside one, as in a row that shares prefixes: its segments do not say which branch reads which.
 
     >>> visible_until_of(torch.tensor([[0, 1, 0, 0]]), torch.tensor([[0, 0, 1, -1]])).tolist()
     [[2, 2, 3, 4]]
@@ -80,6 +80,13 @@ def visible_until_of(position_ids: Tensor, segment_ids: Tensor) -> Tensor:
         raise ValueError(
             f"positions jump inside a segment at row {row}, position {column + 1}; rows that share prefixes "
             "need visible_until=packed.visible_until"
+        )
+    late = starts & ~is_padding & (position_ids != 0)
+    if bool(late.any()):
+        row, column = late.nonzero()[0].tolist()
+        raise ValueError(
+            f"the segment at row {row}, position {column} starts at position id "
+            f"{int(position_ids[row, column])}; positions restart at 0 in every segment"
         )
     for row in range(segment_ids.shape[0]):
         pieces = segment_ids[row][starts[row] & ~is_padding[row]]

@@ -3,6 +3,7 @@
 # R rows, L row length, H query heads, G key-value heads, E head width, B pieces of a call
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
@@ -48,14 +49,14 @@ def attention(
     costs less. The structure behind the two vectors is derived once and kept while the tensor
     `visible_until` lives, so passing the same tensors to every layer costs nothing.
 
-    Raises ValueError where shapes do not fit or a token would read beyond its row.
+    Raises ValueError where shapes or numbers do not fit or a token would read beyond its row.
 
     >>> q = torch.ones(1, 2, 3, 4)
     >>> v = torch.tensor([1.0, 3.0, 7.0]).view(1, 1, 3, 1).expand(1, 1, 3, 4)
     >>> attention(q, v, v, torch.tensor([[0, 1, 0]]), torch.tensor([[2, 2, 3]]), scale=0.0)[0, 0, :, 0]
     tensor([1., 2., 7.])
     """
-    _check(q, k, v, visible_until, window)
+    _check(q, k, v, visible_until, window, softcap, scale)
     if backend == "auto" and q.is_cuda:
         backend = "flex"
     plans = plans_of(position_ids, visible_until)
@@ -101,21 +102,35 @@ def masked_attention(
     return (probs.view(batch, num_groups, -1, m) @ v).view(batch, num_heads, n, v.shape[3])
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, visible_until: Tensor, window: int | None) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible_until: Tensor,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q [R, H, L, E] and k [R, G, L, E] do not fit: got {tuple(q.shape)} and {tuple(k.shape)}"
         )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} differ in rows, heads or length")
-    if q.shape[1] % k.shape[1]:
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads")
     if visible_until.shape != (q.shape[0], q.shape[2]):
         raise ValueError(
             f"visible_until must be [R, L] = {(q.shape[0], q.shape[2])}, got {tuple(visible_until.shape)}"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (a token reads itself), got {window}")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ValueError(
+            f"window must be at least 1 (a token reads itself), a whole number of tokens; got {window!r}"
+        )
+    if softcap is not None and (isinstance(softcap, bool) or not (math.isfinite(softcap) and softcap > 0)):
+        raise ValueError(f"softcap must be positive and finite, or None for no softcap; got {softcap!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, or None for 1 / sqrt(head width); got {scale!r}")
 
 
 def _plan(

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.ops.head_inputs import HeadInputs, read_head_inputs
+from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs
 from agentrl.ops.tiled_head import Gradients, Needs, Stash, TiledHead, Upstream, reduce_and_cast
-from agentrl.ops.tiles import LogitPrecision
+from agentrl.ops.tiles import LogitPrecision, spread_rows_
 
 # (log-probs [N], entropies [N] or None, positions [N] int64) -> losses [N], weights already applied
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -23,8 +23,8 @@ class FusedLoss(NamedTuple):
     """What `fused_policy_loss` gives back; only `loss` carries a gradient."""
 
     loss: Tensor  # scalar: the sum of the token losses
-    log_probs: Tensor  # [N], nats
-    entropy: Tensor | None  # [N], nats; None unless asked for
+    log_probs: Tensor  # [N], nats; NaN where not `active`
+    entropy: Tensor | None  # [N], nats; NaN where not `active`; None unless asked for
 
 
 def fused_policy_loss(
@@ -38,6 +38,7 @@ def fused_policy_loss(
     softcap: float | None = None,
     scale: float | None = None,
     with_entropy: bool = False,
+    active: Tensor | None = None,
     tile_bytes: int | None = None,
     stash_bytes: int = _STASH_BYTES,
     logits: LogitPrecision = "float32",
@@ -54,8 +55,12 @@ def fused_policy_loss(
     it is, so the first D tokens' exponentials wait for it in the memory that the weight's gradient is about
     to fill, those of more tokens in `stash_bytes`; for these tokens, three matrix products replace four, at
     the same peak memory. Tokens beyond are recomputed (N * V * 4 bytes of stash hold all, in float32). The
-    gradient of a frozen head takes two products. If less than two thirds of the tokens carry a gradient,
-    those are recomputed: this is then cheaper.
+    gradient of a frozen head takes two products, and three with entropy. If less than two thirds of the
+    tokens carry a gradient, those are recomputed: this is then cheaper.
+
+    `active` (bool [N]) names the tokens to score, for losses known beforehand to give the others nothing (a
+    weight or an advantage of zero). The others cost nothing: `token_loss` sees the log-probs and positions of
+    the active tokens alone, and the others' log-probs and entropies are NaN.
 
     Backward multiplies by the upstream scalar, in place, and so runs once. The other arguments, errors and
     roundings are `action_log_probs`'; in 16 bits, a token's probabilities are also rounded once more on
@@ -71,10 +76,11 @@ def fused_policy_loss(
             [-0.5000,  0.5000],
             [ 0.2500, -0.2500]])
     """
-    if stash_bytes < 0:
-        raise ValueError(f"stash_bytes must not be negative, got {stash_bytes}")
+    if not is_whole(stash_bytes) or stash_bytes < 0:
+        raise ValueError(f"stash_bytes must be a whole number, at least 0, got {stash_bytes!r}")
     inputs = read_head_inputs(
         "fused_policy_loss",
+        2 + with_entropy,
         hidden,
         weight,
         targets,
@@ -83,32 +89,50 @@ def fused_policy_loss(
         softcap=softcap,
         scale=scale,
         logits=logits,
-        tiles_held=2 + with_entropy,
         tile_bytes=tile_bytes,
         group=group,
     )
+    rows = None if active is None else _active_rows(active, inputs.hidden)
     grad_enabled = torch.is_grad_enabled()
-    return FusedLoss(*_FusedLoss.apply(token_loss, with_entropy, stash_bytes, grad_enabled, *inputs))
+    return FusedLoss(*_FusedLoss.apply(token_loss, with_entropy, stash_bytes, grad_enabled, rows, *inputs))
+
+
+def _active_rows(active: Tensor, hidden: Tensor) -> Tensor | None:
+    """The positions of active tokens, int64 and ascending; None where all are."""
+    check_tensors(active=active)
+    if active.dtype != torch.bool or active.shape != hidden.shape[:1] or active.device != hidden.device:
+        raise ValueError(
+            f"active must be a bool tensor of shape ({len(hidden)},) on {hidden.device}, one entry a token; "
+            f"got {active.dtype} of shape {tuple(active.shape)} on {active.device}"
+        )
+    rows = active.nonzero().squeeze(1)
+    return None if len(rows) == len(active) else rows
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, token_loss: TokenLoss, entropy: bool, stash_bytes: int, grad_enabled: bool, *arguments: Any
+        ctx: Any,
+        token_loss: TokenLoss,
+        entropy: bool,
+        stash_bytes: int,
+        grad_enabled: bool,
+        rows: Tensor | None,
+        *arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs = HeadInputs(*arguments)
-        needs = Needs(*(grad_enabled and need for need in ctx.needs_input_grad[4:8]))
+        needs = Needs(*(grad_enabled and need for need in ctx.needs_input_grad[5:9]))
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             if needs.only_hidden() and not entropy and inputs.settings.group is None:
-                found, slope = TiledHead(inputs).statistics_with_hidden_slope()
-                logp = found.target - found.log_sum_exp()
-                loss, upstream, _ = _differentiate(token_loss, logp, None, wanted=True)
-                slope.mul_(upstream[:, None]).masked_fill_((upstream == 0)[:, None], 0.0)
-                gradients, entropy_value = Gradients(hidden=slope), None
+                loss, logp, gradients = _loss_and_hidden_gradient(inputs, token_loss, rows)
+                entropy_value = None
             else:
                 loss, logp, entropy_value, gradients = _loss_and_gradients(
-                    inputs, token_loss, needs, entropy=entropy, stash_bytes=stash_bytes
+                    inputs, token_loss, needs, rows, entropy=entropy, stash_bytes=stash_bytes
                 )
+        if rows is not None:
+            logp = _spread(logp, rows, len(inputs.targets))
+            entropy_value = None if entropy_value is None else _spread(entropy_value, rows, len(logp))
         ctx.gradients = gradients
         ctx.mark_non_differentiable(logp, *([] if entropy_value is None else [entropy_value]))
         ctx.set_materialize_grads(False)
@@ -123,7 +147,7 @@ class _FusedLoss(torch.autograd.Function):
                 "for create_graph=True use selected_log_probs(hidden @ weight.T, targets)"
             )
         if scale is None:
-            return (None,) * 10
+            return (None,) * 11
         if found is None:
             raise RuntimeError(
                 "fused_policy_loss gave its gradient away in the first backward; call it again"
@@ -133,24 +157,31 @@ class _FusedLoss(torch.autograd.Function):
         for part in parts:
             if part is not None:
                 part.mul_(scale)
-        return (None,) * 4 + parts + (None, None)
+        return (None,) * 5 + parts + (None, None)
+
+
+def _spread(scores: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
+    """The scores of the tokens `rows` among all, [num_tokens]; NaN elsewhere."""
+    return scores.new_full((num_tokens,), torch.nan).index_copy_(0, rows, scores)
 
 
 def _differentiate(
-    token_loss: TokenLoss, logp: Tensor, entropy: Tensor | None, *, wanted: bool
+    token_loss: TokenLoss, logp: Tensor, entropy: Tensor | None, rows: Tensor | None, *, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The summed loss, and its gradients with respect to log-probs and entropies [N].
 
     The latter is None where the loss does not depend on them: the head then skips their part of the gradient.
     """
-    positions = torch.arange(len(logp), device=logp.device)
+    positions = torch.arange(len(logp), device=logp.device) if rows is None else rows
     leaves = [part.detach().requires_grad_() for part in (logp, entropy) if part is not None]
     with torch.enable_grad():
         losses = token_loss(leaves[0], None if entropy is None else leaves[1], positions)
-        if losses.shape != logp.shape:
+        is_tensor = isinstance(losses, Tensor)
+        if not is_tensor or losses.shape != logp.shape or not losses.is_floating_point():
+            got = f"{losses.dtype} of shape {tuple(losses.shape)}" if is_tensor else type(losses).__name__
             raise ValueError(
-                f"token_loss must return one loss a token, shape {tuple(logp.shape)}; "
-                f"got {tuple(losses.shape)}"
+                "token_loss must return one floating-point loss a token, "
+                f"shape {tuple(logp.shape)}; got {got}"
             )
         loss = losses.sum(dtype=logp.dtype)
     _refuse_other_leaves(loss, leaves)
@@ -179,12 +210,32 @@ def _refuse_other_leaves(loss: Tensor, leaves: list[Tensor]) -> None:
         ahead.extend(parent for parent, _ in node.next_functions)
 
 
+def _loss_and_hidden_gradient(
+    inputs: HeadInputs, token_loss: TokenLoss, rows: Tensor | None
+) -> tuple[Tensor, Tensor, Gradients]:
+    """Loss, log-probs and the gradient of a frozen head, in one pass over the tiles."""
+    found, hidden_gradient = TiledHead(inputs, rows).statistics_with_hidden_slope()
+    logp = found.target - found.log_sum_exp()
+    loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
+    scored = hidden_gradient[: len(logp)]
+    scored.mul_(upstream[:, None]).masked_fill_((upstream == 0)[:, None], 0.0)
+    if rows is not None:
+        spread_rows_(hidden_gradient, rows)
+    return loss, logp, Gradients(hidden=hidden_gradient)
+
+
 def _loss_and_gradients(
-    inputs: HeadInputs, token_loss: TokenLoss, needs: Needs, *, entropy: bool, stash_bytes: int
+    inputs: HeadInputs,
+    token_loss: TokenLoss,
+    needs: Needs,
+    rows: Tensor | None,
+    *,
+    entropy: bool,
+    stash_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
-    head = TiledHead(inputs, stash=needs.weight)
+    head = TiledHead(inputs, rows, stash=needs.weight)
     stash = None
-    if needs.weight and len(inputs.targets):
+    if needs.weight and len(head.targets):
         stash = Stash(inputs.weight, head.grid, head.precision, stash_bytes)
     found = head.statistics(entropy=entropy, stash=stash)
     if inputs.settings.group is not None:
@@ -193,17 +244,20 @@ def _loss_and_gradients(
     logp = found.target - log_sum_exp
     entropy_value = found.entropy() if entropy else None
     wanted = any(needs)
-    loss, logp_gradient, entropy_gradient = _differentiate(token_loss, logp, entropy_value, wanted=wanted)
+    loss, logp_gradient, entropy_gradient = _differentiate(
+        token_loss, logp, entropy_value, rows, wanted=wanted
+    )
     upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy_value)
     if not wanted:
         return loss, logp, entropy_value, Gradients()
-    rows = upstream.active_rows()
+    kept = upstream.active_rows()
     # Idle tokens cost their two products from the stash; a NaN among them would reach the weight's gradient.
-    few = 3 * len(rows) < 2 * len(logp)
-    idle_nan = len(rows) < len(logp) and not bool(logp.isfinite().all())
-    if few or idle_nan or (stash is None and len(rows) < len(logp)):
+    few = 3 * len(kept) < 2 * len(logp)
+    idle_nan = len(kept) < len(logp) and not bool(logp.isfinite().all())
+    if few or idle_nan or (stash is None and len(kept) < len(logp)):
         stash = None
-        gradients = TiledHead(inputs, rows).gradients(upstream.select(rows), needs)
+        kept_rows = kept if rows is None else rows[kept]
+        gradients = TiledHead(inputs, kept_rows).gradients(upstream.select(kept), needs)
     else:
         gradients = head.gradients(upstream, needs, stash)
     return loss, logp, entropy_value, reduce_and_cast(gradients, inputs)

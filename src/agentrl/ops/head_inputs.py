@@ -3,8 +3,9 @@
 # N action tokens, V vocabulary (of this rank, where it is sharded), D width
 
 import math
+import numbers
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -38,20 +39,32 @@ class HeadInputs(NamedTuple):
     settings: HeadSettings
 
 
+class HeadKeywords(TypedDict, total=False):
+    """What every entry point of the tiled head takes beside hidden, weight and targets."""
+
+    bias: Tensor | None
+    temperature: float | Tensor
+    softcap: float | None
+    scale: float | None
+    tile_bytes: int | None
+    logits: LogitPrecision
+    group: dist.ProcessGroup | None
+
+
 def read_head_inputs(
     caller: str,
+    tiles_held: int,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    scale: float | None,
-    logits: LogitPrecision,
-    tiles_held: int,
-    tile_bytes: int | None,
-    group: dist.ProcessGroup | None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    tile_bytes: int | None = None,
+    logits: LogitPrecision = "float32",
+    group: dist.ProcessGroup | None = None,
 ) -> HeadInputs:
     """Check the arguments of `caller` and resolve what autocast, sharding and defaults leave open.
 
@@ -63,6 +76,7 @@ def read_head_inputs(
             "written by hand. Use loss.backward() or torch.autograd.grad, or "
             "selected_log_probs(hidden @ weight.T, targets)"
         )
+    check_tensors(hidden=hidden, weight=weight, targets=targets, bias=bias)
     weight, bias = _gathered(weight, hidden), None if bias is None else _gathered(bias, hidden)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -74,18 +88,18 @@ def read_head_inputs(
     if tile_bytes is None:
         learned = isinstance(temperature, Tensor) and temperature.requires_grad
         tiles_held += (softcap is not None) + learned
-        tile_bytes = default_tile_bytes(hidden.dtype, hidden.device, tiles_held)
-    if tile_bytes < 1:
-        raise ValueError(f"tile_bytes must be positive, got {tile_bytes}")
+        tile_bytes = default_tile_bytes(hidden.dtype, hidden.device, tiles_held, hidden.shape[1])
+    if not is_whole(tile_bytes) or tile_bytes < 1:
+        raise ValueError(f"tile_bytes must be a positive whole number, got {tile_bytes!r}")
     for name, value in (("softcap", softcap), ("scale", scale)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be positive and finite, or None for no {name}; got {value}")
+        if value is not None and not _is_positive(value):
+            raise ValueError(f"{name} must be positive and finite, or None for no {name}; got {value!r}")
     temperatures = None
     if isinstance(temperature, Tensor):
         temperatures, temperature = _token_temperatures(temperature, hidden), 1.0
-    elif not (math.isfinite(temperature) and temperature > 0):
+    elif not _is_positive(temperature):
         raise ValueError(
-            f"temperature must be positive and finite, got {temperature}; greedy sampling has no log-prob"
+            f"temperature must be positive and finite, got {temperature!r}; greedy sampling has no log-prob"
         )
     vocab_start, num_vocab = _vocab_range(weight, group)
     _check_targets(targets, num_vocab)
@@ -99,6 +113,26 @@ def read_head_inputs(
         group=group,
     )
     return HeadInputs(hidden, weight, bias, temperatures, targets, settings)
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Raise ValueError for an argument that is no dense tensor; only a bias may be None."""
+    for name, value in tensors.items():
+        absent = value is None and name == "bias"
+        if not absent and not (isinstance(value, Tensor) and value.layout == torch.strided):
+            got = value.layout if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} must be a dense tensor, got {got}")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number; True is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a number, positive and finite; True is none."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and float(value) > 0
 
 
 def _gathered(tensor: Tensor, hidden: Tensor) -> Tensor:
@@ -149,19 +183,21 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor 
 
 
 def _token_temperatures(temperature: Tensor, hidden: Tensor) -> Tensor:
+    given = tuple(temperature.shape)
     if temperature.ndim == 0:
         temperature = temperature.expand(hidden.shape[0])
     if temperature.shape != hidden.shape[:1] or not temperature.is_floating_point():
         raise ValueError(
             f"temperature must be a number or a floating-point tensor of shape ({hidden.shape[0]},), "
-            f"one a token; got {temperature.dtype} of shape {tuple(temperature.shape)}"
+            f"one a token; got {temperature.dtype} of shape {given}"
         )
     if temperature.device != hidden.device:
         raise ValueError(f"hidden is on {hidden.device} but temperature is on {temperature.device}")
-    wrong = ~(temperature.detach() > 0)
+    wrong = ~((temperature.detach() > 0) & temperature.detach().isfinite())
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0])
-        raise ValueError(f"temperature[{position}] must be positive, got {float(temperature[position])}")
+        value = float(temperature[position])
+        raise ValueError(f"temperature[{position}] must be positive and finite, got {value}")
     return temperature
 
 

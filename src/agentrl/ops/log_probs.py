@@ -7,14 +7,14 @@ recomputes each tile and turns it into its gradient in place.
 
 # N action tokens, V vocabulary, D width, B trajectories, T tokens of one
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from agentrl.ops.head_inputs import HeadInputs, read_head_inputs
+from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, read_head_inputs
 from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream, reduce_and_cast
 from agentrl.ops.tiles import LogitPrecision
 
@@ -25,6 +25,10 @@ def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     >>> selected_log_probs(torch.zeros(2, 4), torch.tensor([0, 3]))
     tensor([-1.3863, -1.3863])
     """
+    if logits.shape[:-1] != ids.shape:
+        raise ValueError(
+            f"wanted logits [..., V] and ids [...]; got {tuple(logits.shape)} and {tuple(ids.shape)}"
+        )
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return torch.log_softmax(wide, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
 
@@ -60,7 +64,7 @@ def _chunk_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 def _in_chunks(score: Any, hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -> Tensor:
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    if hidden.shape[:-1] != ids.shape or hidden.shape[-1] != weight.shape[-1]:
+    if hidden.shape[:-1] != ids.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"wanted hidden [..., D], weight [V, D] and ids [...]; got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)} and {tuple(ids.shape)}"
@@ -79,14 +83,8 @@ def action_log_probs(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    scale: float | None = None,
     return_entropy: Literal[False] = False,
-    tile_bytes: int | None = None,
-    logits: LogitPrecision = "float32",
-    group: dist.ProcessGroup | None = None,
+    **keywords: Unpack[HeadKeywords],
 ) -> Tensor: ...
 @overload
 def action_log_probs(
@@ -94,14 +92,8 @@ def action_log_probs(
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    scale: float | None = None,
     return_entropy: bool,
-    tile_bytes: int | None = None,
-    logits: LogitPrecision = "float32",
-    group: dist.ProcessGroup | None = None,
+    **keywords: Unpack[HeadKeywords],
 ) -> Any: ...
 def action_log_probs(
     hidden: Tensor,
@@ -122,15 +114,18 @@ def action_log_probs(
     With z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) / temperature, log p = z[target] -
     lse(z) and H = -sum_v p_v log p_v, both differentiable once in hidden [N, D], weight [V, D], bias [V]
     and a tensor `temperature` [N]. One tile of logits exists at a time (`tile_bytes`, by default 8 MiB on
-    CPU, 68 MiB on CUDA); forward keeps one log-sum-exp (and entropy) a token and backward recomputes.
-    Tokens whose upstream gradient is zero cost nothing in backward. A frozen weight costs two matrix
-    products, not four: forward then also sums d log p / d hidden, which does not depend on the upstream
-    gradient.
+    CPU, 64 MiB on CUDA); forward keeps one log-sum-exp (and entropy) a token and backward recomputes.
+    Four matrix products for both gradients. Tokens whose upstream gradient is zero cost nothing in backward.
+    A frozen weight costs two: forward then also sums d log p / d hidden, which does not depend on the
+    upstream gradient. With entropy or `group` it costs three, of which backward skips idle tokens: a sum for
+    d H / d hidden beside the first would be a third product too, and shards would hold theirs in float32.
 
     Where rounding remains: log-sum-exp and gradients are summed in float32. For 16-bit inputs,
-    `logits="float32"` rounds no logit to 16 bits; `"input"` does, and is faster. The factors of both gradient
-    products have 16 bits (a tile's dz is rounded, as autograd rounds it for full logits), on CPU so has each
-    tile's contribution before it is summed, and the sum is rounded once to the gradient's dtype.
+    `logits="float32"` rounds no logit to 16 bits; `"input"` does, and is faster. On CPU, bfloat16 inputs need
+    three times as long for a float32 logit while other Python threads run (`ops.tiles.logit_product`). The
+    factors of both gradient products have 16 bits (a tile's dz is rounded, as autograd rounds it for full
+    logits), on CPU so has each tile's contribution before it is summed, and the sum is rounded once to the
+    gradient's dtype.
 
     `group`: each rank holds the rows [V/K, D] of a vocabulary sharded in rank order, with its part of the
     bias, and the same hidden, targets (ids in the whole vocabulary) and upstream gradients. Log-sum-exp and
@@ -150,6 +145,7 @@ def action_log_probs(
     """
     inputs = read_head_inputs(
         "action_log_probs",
+        1 + return_entropy,
         hidden,
         weight,
         targets,
@@ -158,7 +154,6 @@ def action_log_probs(
         softcap=softcap,
         scale=scale,
         logits=logits,
-        tiles_held=1 + return_entropy,
         tile_bytes=tile_bytes,
         group=group,
     )
@@ -180,7 +175,7 @@ class _HeadLogProbs(torch.autograd.Function):
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             if ctx.hidden_slope_known:
                 found, slope = head.statistics_with_hidden_slope()
-                ctx.save_for_backward(slope)
+                ctx.save_for_backward(slope, inputs.hidden)
                 return found.target - found.log_sum_exp(), None
             found = head.statistics(entropy=entropy)
         if inputs.settings.group is not None:
@@ -195,19 +190,22 @@ class _HeadLogProbs(torch.autograd.Function):
         given = [gradient for gradient in upstream if gradient is not None]
         if not given:
             return (None,) * 8
+        if any(map(cast(Any, torch._C)._functorch.is_legacy_batchedtensor, given)):
+            raise RuntimeError(
+                "action_log_probs takes one upstream gradient at a time: call torch.autograd.grad for each, "
+                "without is_grads_batched= or vectorize="
+            )
         with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             found = _hidden_gradient(ctx, given[0]) if ctx.hidden_slope_known else _gradients(ctx, *upstream)
         parts = (found.hidden, found.weight, found.bias, found.temperatures)
         if torch.is_grad_enabled():
-            parts = tuple(
-                None if part is None else _Once.apply(part, torch.zeros((), requires_grad=True))
-                for part in parts
-            )
+            sources = [t for t in (*upstream, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            parts = tuple(None if part is None else _Once.apply(part, *sources) for part in parts)
         return None, None, *parts, None, None
 
 
 def _hidden_gradient(ctx: Any, upstream: Tensor) -> Gradients:
-    (slope,) = ctx.saved_tensors
+    slope, _ = ctx.saved_tensors
     gradient = torch.mul(slope, upstream[:, None], out=torch.empty_like(slope))
     # a NaN in a token without upstream gradient stays where it is
     return Gradients(hidden=gradient.masked_fill_((upstream == 0)[:, None], 0.0))
@@ -228,10 +226,10 @@ def _gradients(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor 
 
 
 class _Once(torch.autograd.Function):
-    """Marks a gradient that was asked for with create_graph=True: using its graph is an error."""
+    """Marks a gradient that was asked for with create_graph=True: going on to its sources is an error."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, target_columns
-from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, RowSum, Tile, product, spread_rows_
+from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, RowSum, Tile, logit_product, spread_rows_
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class TiledHead:
             rounded = self.buffers.take("narrow", (len(hidden), len(weight)), operands)
             logits.copy_(torch.mm(hidden, weight.T, out=rounded))
         else:
-            product(hidden, weight.T, self.precision, out=logits)
+            logit_product(hidden, weight.T, self.precision, out=logits)
         return self.logit_map.apply_(logits, tile)
 
     def statistics(self, *, entropy: bool, stash: Stash | None = None) -> Statistics:
@@ -185,7 +185,8 @@ class TiledHead:
             if not tile.first_in_row:
                 sums.rows(tile.n0, tile.n1).mul_(rescale[:, None])
             weight = self.weight.tile(tile.v0, tile.v1, self.precision.gradient_operands)
-            sums.add(tile.n0, tile.n1, self._operand(logits), weight, first=tile.first_in_row)
+            first = tile.first_in_row
+            sums.add(tile.n0, tile.n1, self._operand(logits), weight, first=first, last=False)
             if tile.last_in_row:
                 self._finish_hidden_slope(sums, found, tile)
         return found, slope
@@ -244,14 +245,12 @@ class TiledHead:
             operand = self._operand(gradient)
             if hidden_sum is not None:
                 factor = self.weight.tile(tile.v0, tile.v1, precision.gradient_operands)
-                hidden_sum.add(tile.n0, tile.n1, operand, factor, first=tile.first_in_row)
-                if tile.last_in_row:
-                    hidden_sum.finish(tile.n0, tile.n1)
+                first, last = tile.first_in_row, tile.last_in_row
+                hidden_sum.add(tile.n0, tile.n1, operand, factor, first=first, last=last)
             if weight_sum is not None:
                 factor = self.hidden.tile(tile.n0, tile.n1, precision.gradient_operands)
-                weight_sum.add(tile.v0, tile.v1, operand.T, factor, first=tile.first_in_column)
-                if tile.last_in_column:
-                    weight_sum.finish(tile.v0, tile.v1)
+                first, last = tile.first_in_column, tile.last_in_column
+                weight_sum.add(tile.v0, tile.v1, operand.T, factor, first=first, last=last)
         for part in (found.bias, found.temperatures):
             if part is not None and unscale is not None:
                 part.mul_(unscale)

@@ -3,9 +3,11 @@
 # N tokens, V vocabulary, D width; n, v the sides of one tile
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,17 +18,21 @@ LogitPrecision = Literal["float32", "input"]
 # 4096 x 4096 to give every multiprocessor several blocks.
 CPU_TILE_BYTES = 8 << 20
 CUDA_TILE_BYTES = 64 << 20
+# Rows added at a time where dtypes differ: PyTorch widens the addend in memory of its own.
+_BLOCK = 128
 
 
-def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: int) -> int:
+def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: int, width: int) -> int:
     """Bytes of one tile, such that all that is held at a time stays below 16 MiB on CPU.
 
     Soft-cap, entropy and a temperature's gradient each hold a second tile; 16-bit inputs hold wide copies of
-    their factors and a 16-bit copy of the gradient.
+    their factors, which outweigh the tile where they are wide, and a 16-bit copy of the gradient.
     """
     if device.type == "cuda":
         return CUDA_TILE_BYTES // tiles_held
-    return CPU_TILE_BYTES // (tiles_held if inputs.itemsize >= 4 else 4 * tiles_held)
+    if inputs.itemsize >= 4:
+        return CPU_TILE_BYTES // tiles_held
+    return min(CPU_TILE_BYTES // (2 * tiles_held), CPU_TILE_BYTES * (3 if width <= 512 else 2) // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class Precision:
     @property
     def logit_operands(self) -> torch.dtype:
         """The dtype of the factors of a logit. On CPU, a 16-bit product cannot be written as float32, so the
-        factors are widened first, which is exact."""
+        factors are widened first, which is exact (`logit_product`)."""
         widen = self.narrow and self.logits == "float32" and self.device.type != "cuda"
         return self.wide if widen else self.inputs
 
@@ -61,14 +67,30 @@ class Precision:
         return self.wide if widen else self.inputs
 
 
-def product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
-    """Write lhs @ rhs to `out`, which has the wide dtype, rounding as little as the device allows."""
-    if lhs.dtype == out.dtype:
-        torch.mm(lhs, rhs, out=out)
-    elif precision.device.type == "cuda":
+def logit_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
+    """Write lhs @ rhs, of factors in `precision.logit_operands`, to `out` in the wide dtype, unrounded.
+
+    A CPU that multiplies bfloat16 takes widened factors back without loss, and still sums in float32: three
+    times as fast as its float32 product. PyTorch chooses that kernel by a setting of the whole process, so it
+    is left alone while other Python threads could be multiplying under it.
+    """
+    setting = cast(Any, torch.backends.mkldnn).matmul
+    if lhs.dtype != out.dtype:
         torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
+    elif precision.inputs != torch.bfloat16 or not _multiplies_bfloat16() or threading.active_count() > 1:
+        torch.mm(lhs, rhs, out=out)
     else:
-        out.copy_(torch.mm(lhs, rhs))
+        before = setting.fp32_precision
+        setting.fp32_precision = "bf16"
+        try:
+            torch.mm(lhs, rhs, out=out)
+        finally:
+            setting.fp32_precision = before
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,18 +243,29 @@ class RowSum:
         whole = self.sums is self.gradient or self.all_rows
         return self.sums[start:stop] if whole else self.sums[: stop - start]
 
-    def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool) -> None:
-        """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there."""
+    def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool, last: bool) -> None:
+        """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there, the last finishes.
+
+        On CPU a 16-bit product is rounded once, from its float32 sums; a single one is the gradient itself.
+        """
+        on_cuda = self.precision.device.type == "cuda"
+        if first and last and lhs.dtype == self.gradient.dtype and self.unscale is None and not on_cuda:
+            torch.mm(lhs, rhs, out=self.gradient[start:stop])
+            return
         sums = self.rows(start, stop)
-        if first:
-            product(lhs, rhs, self.precision, out=sums)
-        elif lhs.dtype == sums.dtype:
-            sums.addmm_(lhs, rhs)
+        if lhs.dtype == sums.dtype:
+            torch.mm(lhs, rhs, out=sums) if first else sums.addmm_(lhs, rhs)
+        elif on_cuda and first:
+            torch.mm(lhs, rhs, out_dtype=sums.dtype, out=sums)
+        elif on_cuda:
+            part = self.buffers.take("part", sums.shape, sums.dtype)
+            sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
         else:
-            on_cuda = self.precision.device.type == "cuda"
-            part = self.buffers.take("part", sums.shape, sums.dtype if on_cuda else lhs.dtype)
-            product(lhs, rhs, self.precision, out=part)
-            sums.add_(part)
+            part = torch.mm(lhs, rhs, out=self.buffers.take("part", sums.shape, lhs.dtype))
+            for total, term in zip(sums.split(_BLOCK), part.split(_BLOCK), strict=True):
+                total.copy_(term) if first else total.add_(term)
+        if last:
+            self.finish(start, stop)
 
     def finish(self, start: int, stop: int) -> None:
         """Cast rows [start, stop) to the gradient's dtype once their last product is in."""

@@ -27,8 +27,9 @@ from agentrl.train.config import Packing, RLConfig
 # Compiled attention kernels are made anew for every row length; steps of 128 keep them few.
 _CUDA_MULTIPLE = 128
 
-# Entries of a head's weight from which its loss is fused: a judgment. The heads of a TinyAgent (300 or 20,000
-# ids, width 64) gain nothing from it, a step takes the same CPU time either way.
+# Entries of a head's weight from which its loss is fused. CPU time of the fused over the general head, 1,000
+# tokens with entropy in float32: 1.21 at 20,000 ids of width 64 (1.3M entries), 1.05 at 8,000 of 256 (2M),
+# 1.02 at 16,000 of 256 (4M), 0.85 at 32,000 of 512 (16M).
 FUSED_HEAD_SIZE = 1 << 22
 
 
