@@ -267,6 +267,42 @@ def test_a_rewritten_context_is_a_new_trajectory_of_the_episode(tmp_path: Path) 
     assert first.episode == second.episode == "s1"
 
 
+def test_atif_subagents_are_trajectories_of_the_episode(tmp_path: Path) -> None:
+    """ATIF 1.7 embeds them; a step without a model call is no action."""
+    ruled = {"step_id": 1, "source": "agent", "message": "by a rule", "llm_call_count": 0}
+    child = {"schema_version": "ATIF-v1.7", "trajectory_id": "child", "steps": [*ATIF_TEXT["steps"], ruled]}
+    record = {**ATIF_TEXT, "session_id": None, "trajectory_id": "top", "subagent_trajectories": [child]}
+    top, inner = read(tmp_path / "x", [record])
+    assert (top.episode, inner.episode, inner.info["subagent"]) == ("top", "top", "child")
+    assert (top.num_actions, inner.num_tokens > top.num_tokens) == (inner.num_actions, True)
+
+
+def test_what_verifiers_does_not_train_on_is_marked(tmp_path: Path) -> None:
+    """A simulated user's trace, and an attempt at compaction that the harness did not resume from."""
+    path = tmp_path / "x"
+    tried, taken = copy.deepcopy(TRACE), copy.deepcopy(TRACE)
+    tried["nodes"][1]["semantic_parents"] = [{"node": 0, "type": "compaction_attempt"}]
+    taken["nodes"][1]["semantic_parents"] = tried["nodes"][1]["semantic_parents"]
+    taken["nodes"][2]["semantic_parents"] = [{"node": 1, "type": "compaction"}]
+    other = {**TRACE, "agent": {"name": "user", "trainable": False}}
+    for record, marks in ((tried, [False, True]), (taken, [True, True]), (other, [False, False])):
+        assert [traj.info.get("trainable", True) for traj in read(path, [record])] == marks
+
+
+def test_rewards_and_log_probs_that_the_writers_keep_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    trained = copy.deepcopy(TRACE)
+    trained["nodes"][1]["trainer_logprobs"] = [-0.125, -0.5]
+    first, second = read(path, [trained])
+    assert first.info["trainer_logp"] == [0, 0, 0, -0.125, -0.5]
+    assert "trainer_logp" not in second.info
+    # dynamic sampling: `rewards` are of the prompts before they were filtered
+    [nemo] = read(path, [{**NEMO, "rewards": [0.0], "filtered_rewards": [1.0]}])
+    assert nemo.reward == 1.0
+    [slime] = read(path, [{**SLIME, "reward": {"acc": True, "pred": "4", "score": 1.0}}])
+    assert slime.reward == 1.0
+
+
 def test_layouts_and_conversation_files(tmp_path: Path) -> None:
     path = tmp_path / "x"
     whole = read(path, [MESSAGES])[0]

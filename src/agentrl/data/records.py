@@ -267,6 +267,8 @@ def convert_record(value: Any, record_type: type[T]) -> T:
     """The value as a typed msgspec record; RecordError names the field that does not fit."""
     try:
         return msgspec.convert(value, record_type)
+    except RecursionError:
+        raise RecordError("", "nested too deep to be a trajectory") from None
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at `")
         if missing := re.fullmatch(r"Object missing required field `(.*)`", problem):

@@ -5,6 +5,8 @@ token ids (ATIF, verifiers), those are kept and the text is not tokenized.
 """
 
 import math
+import uuid
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -60,14 +62,14 @@ class AtifToolCall(msgspec.Struct):
     """A tool call of an agent step."""
 
     function_name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = {}
     tool_call_id: str = ""
 
 
 class AtifObservation(msgspec.Struct):
     """What the tools gave back."""
 
-    results: list[dict[str, Any]]
+    results: list[dict[str, Any]] = []
 
 
 class AtifStep(msgspec.Struct):
@@ -80,21 +82,42 @@ class AtifStep(msgspec.Struct):
     observation: AtifObservation | None = None
     metrics: AtifMetrics | None = None
     is_copied_context: bool | None = None
+    llm_call_count: int | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a model wrote it here, rather than in an earlier context or by a rule."""
+        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
 
 
 class AtifRecord(msgspec.Struct):
-    """An ATIF trajectory (Harbor, rfcs/0001-trajectory-format)."""
+    """An ATIF trajectory (Harbor, rfcs/0001-trajectory-format, to 1.7)."""
 
-    schema_version: str
     steps: list[AtifStep]
     session_id: str | None = None
+    trajectory_id: str | None = None
+    subagent_trajectories: list["AtifRecord"] | None = None
 
 
 def read_atif(value: dict[str, Any], source: Source) -> list[Trajectory]:
-    """Token ids where every agent step has them, else the text. Harbor keeps the reward in another file."""
+    """The trajectory and its subagents', all of one episode. Harbor keeps the reward in another file."""
     record = convert_record(value, AtifRecord)
-    label = Label("ATIF", None, source.name, episode=record.session_id or "")
-    agent = [step for step in record.steps if step.source == "agent" and not step.is_copied_context]
+    episode = record.session_id or record.trajectory_id or uuid.uuid4().hex
+    label = Label("ATIF", None, source.name, episode=episode)
+    return _atif_trajectories(record, label, source)
+
+
+def _atif_trajectories(record: AtifRecord, label: Label, source: Source) -> list[Trajectory]:
+    found = _atif_own(record, label, source)
+    for subagent in record.subagent_trajectories or []:
+        marked = replace(label, info={"subagent": subagent.trajectory_id or ""})
+        found += _atif_trajectories(subagent, marked, source)
+    return found
+
+
+def _atif_own(record: AtifRecord, label: Label, source: Source) -> list[Trajectory]:
+    """Token ids where every agent step has them, else the text."""
+    agent = [step for step in record.steps if step.sampled]
     calls: list[Call] = []
     for step in agent:
         metrics = step.metrics
@@ -122,7 +145,7 @@ def _atif_messages(steps: list[AtifStep]) -> list[Message]:
                 role="assistant" if step.source == "agent" else step.source,
                 content=content_text(step.message, f"steps[{i}].message"),
                 tool_calls=calls,
-                sampled=step.source == "agent" and not step.is_copied_context,
+                sampled=step.sampled,
                 reasoning=step.reasoning_content or "",
             )
         )
