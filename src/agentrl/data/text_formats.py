@@ -4,7 +4,6 @@ Each checks one record against its schema and gives its trajectories. Where a re
 token ids (ATIF, verifiers), those are kept and the text is not tokenized.
 """
 
-import math
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from agentrl.data.formats import (
     Call,
     Label,
     Source,
+    as_float,
     merge_calls,
     short_hash,
     trajectory_from_text,
@@ -37,7 +37,7 @@ class TauRecord(msgspec.Struct):
 def read_tau(value: dict[str, Any], source: Source) -> list[Trajectory]:
     """The episode's conversation; attempts at one task are a group."""
     record = convert_record(value, TauRecord)
-    label = Label("tau-bench", float(record.reward), f"{record.task_id}", info={"trial": record.trial})
+    label = Label("tau-bench", record.reward, f"{record.task_id}", info={"trial": record.trial})
     return [trajectory_from_text(parse_messages(record.traj, "traj"), label, source)]
 
 
@@ -188,8 +188,7 @@ def read_verifiers_results(value: dict[str, Any], source: Source) -> list[Trajec
     record = convert_record(value, VerifiersResult)
     task = record.task if isinstance(record.task, str) else "example"
     prompt_name = short_hash(repr(record.prompt)) if record.example_id is None else str(record.example_id)
-    reward = None if record.reward is None else float(record.reward)
-    label = Label("verifiers results", reward, f"{task}/{prompt_name}")
+    label = Label("verifiers results", record.reward, f"{task}/{prompt_name}")
     tokens = [step.tokens for step in record.trajectory or []]
     if tokens and all(tokens):
         calls: list[Call] = [
@@ -236,7 +235,7 @@ def read_verl_dump(value: dict[str, Any], source: Source) -> list[Trajectory]:
     prompt = short_hash(record.input)
     group = prompt if record.step is None else f"{record.step}/{prompt}"
     info = {"action_mask": "the whole response"}
-    label = Label("verl dump", float(record.score), prompt, group, info=info)
+    label = Label("verl dump", record.score, prompt, group, info=info)
     return [trajectory_from_text([Segment(record.input, False), Segment(record.output, True)], label, source)]
 
 
@@ -261,13 +260,13 @@ def read_trl(value: dict[str, Any], source: Source) -> list[Trajectory]:
     """
     prompt = value.get("prompt")
     numbers = {
-        key: float(number)
+        key: as_float(number, key)
         for key, number in value.items()
         if isinstance(number, int | float) and key not in ("step", "advantage")
     }
     named = {key: number for key, number in numbers.items() if "reward" in key}
     rewards = [value["reward"]] if "reward" in numbers else list((named or numbers).values())
-    known = [number for number in rewards if not math.isnan(number)]
+    known = [number for number in rewards if number == number]  # not NaN
     if rewards and not known:
         raise RecordError("reward", "NaN in every reward column")
     name = short_hash(repr(prompt))
@@ -288,7 +287,5 @@ def read_messages(value: dict[str, Any], source: Source) -> list[Trajectory]:
     task = next((str(name) for name in names if isinstance(name, str | int)), "")
     task = task or short_hash(repr(messages[:prompt]))
     group = value.get("group")
-    label = Label(
-        "messages", None if reward is None else float(reward), task, group if isinstance(group, str) else ""
-    )
+    label = Label("messages", reward, task, group if isinstance(group, str) else "")
     return [trajectory_from_text(messages, label, source)]

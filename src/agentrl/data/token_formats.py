@@ -6,7 +6,14 @@ from typing import Any
 import msgspec
 
 from agentrl.data.chat import Message, parse_messages
-from agentrl.data.formats import Label, Source, short_hash, trajectory_from_text, trajectory_from_tokens
+from agentrl.data.formats import (
+    Label,
+    Source,
+    as_float,
+    short_hash,
+    trajectory_from_text,
+    trajectory_from_tokens,
+)
 from agentrl.data.records import RecordError, convert_record
 from agentrl.data.trajectory import Trajectory
 
@@ -139,7 +146,7 @@ def _trace_reward(rewards: dict[str, Any]) -> float | None:
         weight = reward.get("weight", 1.0) if isinstance(reward, dict) else 1.0
         if not isinstance(score, int | float) or not isinstance(weight, int | float):
             raise RecordError(f"rewards.{name}", f"wanted a score and a weight, got {reward!r:.60}")
-        values.append(score * weight)
+        values.append(as_float(score, f"rewards.{name}.score") * as_float(weight, f"rewards.{name}.weight"))
     return sum(values) if values else None
 
 
@@ -179,6 +186,10 @@ def read_nemo(value: dict[str, Any], source: Source) -> list[Trajectory]:
     n = record.input_lengths
     if not 0 < n <= len(record.token_ids):
         raise RecordError("input_lengths", f"{n}, but token_ids has {len(record.token_ids)}")
+    width = len(record.token_ids)
+    for field in ("token_loss_mask", "generation_logprobs", "prev_logprobs"):
+        if len(getattr(record, field) or [0] * width) != width:
+            raise RecordError(field, f"{len(getattr(record, field))} entries, but token_ids has {width}")
     if not set(record.token_loss_mask) <= {0, 1}:
         raise RecordError("token_loss_mask", "must hold only 0 and 1")
     ids, mask = record.token_ids[:n], [int(entry) for entry in record.token_loss_mask[:n]]
@@ -266,4 +277,4 @@ def _slime_reward(reward: float | dict[str, Any] | None) -> float | None:
         raise RecordError("reward", f"several rewards {sorted(reward)}; keep one before saving")
     if not isinstance(reward[name], int | float):
         raise RecordError(f"reward.{name}", f"wanted a number, got {reward[name]!r:.40}")
-    return float(reward[name])
+    return reward[name]
