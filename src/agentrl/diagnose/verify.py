@@ -159,7 +159,7 @@ class _Verifier:
         stages.begin("prefix trees")
         forked = score_packed(self.policy, self.objective, tree, self.gradients)
         gaps = (("packed", gap(packed, plain)), ("tree", gap(forked, plain)))
-        checks = [log_prob_check(name, found, allowed) for name, found in gaps]
+        checks = [log_prob_check("packed", gaps[0][1], allowed), log_prob_check("tree", gaps[1][1], allowed)]
         stages.begin("the head")
         head_check, head_gradient = self._heads(flat)
         checks.append(head_check)
@@ -184,7 +184,7 @@ class _Verifier:
             simulated=self.options.simulate,
         )
 
-    def _costs(self, flat: int, tree: int) -> dict[str, float]:
+    def _costs(self, flat: int, tree: int) -> dict[str, int]:
         """Positions that each stage computes, a backward as two and a position in a wider dtype as two."""
         passes = 3 if self.gradients else 1
         costs = {
