@@ -41,7 +41,11 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("config", "budget", "distributed", "checkpoint", "metrics", "recording", "rows", "objective",
          "step", "evaluate", "loop", "curriculum", "base", "start", "run"),
     ),
-    "diagnose": (6, ("comparison", "generated", "isolation", "verify", "census", "waste", "analyze")),
+    "diagnose": (
+        6,
+        ("comparison", "generated", "isolation", "checks", "ratios", "stages", "verification", "verify",
+         "census", "waste", "analyze"),
+    ),
     "cli": (7, ()),
 }  # fmt: skip
 TORCH_FREE = ("gym", "curriculum", "plan", "report")

@@ -41,7 +41,8 @@ _PUBLIC: dict[str, tuple[str, ...]] = {
     "train.loop": ("train_rl",),
     "train.curriculum": ("train_curriculum",),
     "train.base": ("make_rl_base",),
-    "diagnose.verify": ("Verification", "VerifyOptions", "verify"),
+    "diagnose.verification": ("Verification",),
+    "diagnose.verify": ("VerifyOptions", "verify"),
     "diagnose.analyze": ("AnalyzeOptions", "analyze"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 from agentrl.cli.main import main
 from agentrl.data.storage import save_trajectories
 from agentrl.data.trajectory import Trajectory
+
+from .browser import faults, see
 
 
 @pytest.fixture
@@ -50,6 +53,25 @@ def test_page(run_file: Path, tmp_path: Path) -> None:
     assert "M positions" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "https://" not in text
+
+
+FIGURES = [
+    "Positions that a model would compute", "Lengths of trajectories", "Memory of a microbatch's logits",
+    "Pass rates of groups",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_figure_is_seen_wide_and_on_a_phone(
+    scheme: Literal["light", "dark"], run_file: Path, tmp_path: Path
+) -> None:
+    with open(run_file, "a") as file:
+        file.write('{"agentrl": 1, "ids": [1, 2\n')
+    page = tmp_path / "page.html"
+    assert main(["analyze", str(run_file), "--skip-bad", "--model", "Qwen3-8B", "--html", str(page)]) == 0
+    for seen in see(page, tmp_path, scheme, widths=(1100, 390), height=6000):
+        assert [figure["title"] for figure in seen.measured["figures"]] == FIGURES
+        assert faults(seen, scheme) == []
 
 
 def test_bad_records(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

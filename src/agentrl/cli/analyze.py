@@ -83,7 +83,10 @@ def main(args: list[str]) -> int:
             file=sys.stderr,
         )
     if options.html is not None:
-        options.html.write_text(as_html(options, analysis, skipped or []), encoding="utf-8")
+        from agentrl.cli.analyze_page import as_html
+
+        names = [path.name for path in options.files]
+        options.html.write_text(as_html(names, analysis, skipped or []), encoding="utf-8")
         print(f"wrote {options.html}", file=sys.stderr)
     return 0
 
@@ -189,33 +192,3 @@ def as_json(options: Options, analysis: "Analysis", skipped: "list[BadRecord]") 
         },
         "skipped": [str(bad) for bad in skipped],
     }
-
-
-def as_html(options: Options, analysis: "Analysis", skipped: "list[BadRecord]") -> str:
-    """The analysis as one page that needs nothing else."""
-    from agentrl.report.figures import Part, stacked_bars
-    from agentrl.report.html import Section, Table, render_page
-
-    columns = ("figure", "measured", "what to do")
-    sections = [
-        Section(
-            heading=heading,
-            tables=(Table(columns, tuple((f.name, f.text, f.advice) for f in findings)),),
-        )
-        for heading, findings in analysis.sections.items()
-    ]
-    tokens, share = analysis["tokens"], analysis["action share"]
-    padded = tokens / (1 - analysis["padding to the longest"])
-    parts = [Part("actions", "action"), Part("prompt and tools", "prompt"), Part("padding", "padding")]
-    bars = [
-        (name, [share * tokens / 1e6, (1 - share) * tokens / 1e6, (positions - tokens) / 1e6])
-        for name, positions in (("padded", padded), ("packed", max(tokens, analysis["packed positions"])))
-    ]
-    figure = stacked_bars("Positions that a model would compute", parts, bars, unit="M positions", digits=2)
-    sections.insert(0, Section(heading="At a glance", figures=(figure,)))
-    if skipped:
-        rows = tuple((bad.file, bad.place, bad.field, bad.problem) for bad in skipped)
-        table = Table(("file", "place", "field", "problem"), rows)
-        sections.append(Section(heading=f"Skipped records: {len(skipped):,}", tables=(table,)))
-    lead = f"{analysis.num_trajectories:,} trajectories of {', '.join(path.name for path in options.files)}"
-    return render_page("agentrl analyze", sections, lead)

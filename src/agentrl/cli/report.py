@@ -1,5 +1,6 @@
 """`agentrl report`: a run's figures as one page."""
 
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ class Options:
     against: Annotated[tuple[Path, ...], Doc("directories of other runs to draw beside it")] = ()
     html: Annotated[Path | None, Doc("the page; unset: report.html in the run's directory")] = None
     watch: Annotated[
-        tyro.conf.FlagCreatePairsOff[bool], Doc("write the page anew until the run ends or Ctrl-C")
+        tyro.conf.FlagCreatePairsOff[bool], Doc("write the page anew until the run ends, Ctrl-C or SIGTERM")
     ] = False
     seconds: Annotated[float, Doc("between two pages of --watch")] = 5.0
     model: Annotated[str, Doc("the model whose training memory is drawn")] = "Qwen/Qwen3-8B"
@@ -66,14 +67,19 @@ def main(args: list[str]) -> int:
 
 
 def _watch(options: Options, path: Path) -> None:
-    finished = write_page(options, path, options.seconds)
-    print(f"open {path}; it follows the run until that ends, or until Ctrl-C", flush=True)
+    """Write the page until the run has ended, or Ctrl-C or SIGTERM ends the watching."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        finished = write_page(options, path, options.seconds)
+        print(f"open {path}; it follows the run until that ends, or until Ctrl-C", flush=True)
         while not finished:
             time.sleep(options.seconds)
             finished = write_page(options, path, options.seconds)
+        print("the run has finished")
     except KeyboardInterrupt:
-        print()
+        print("stopped watching; the run goes on")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     write_page(options, path)  # nothing renews it from here on, so it must not ask for more
     print(f"wrote {path}")
 

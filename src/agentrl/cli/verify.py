@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +15,6 @@ from typing_extensions import Doc
 if TYPE_CHECKING:
     from agentrl.data.records import BadRecord
     from agentrl.data.trajectory import Trajectory
-    from agentrl.diagnose.verify import Statistic, Verification
     from agentrl.models.policy import Policy
 
 
@@ -65,6 +65,7 @@ def main(args: list[str]) -> int:
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
+    from agentrl.cli.verify_output import as_json, print_table
     from agentrl.diagnose.verify import VerifyOptions, verify
 
     against = VerifyOptions(
@@ -74,12 +75,13 @@ def main(args: list[str]) -> int:
         simulate=options.simulate,
         seed=options.seed,
     )
-    report = _reporter()
-    report("loading the model")
-    policy = _load_policy(options)
     skipped: list[BadRecord] = []
-    trajs, own_sampler = _load_trajectories(options, policy, skipped)
-    found = verify(policy, trajs, against, own_sampler=own_sampler, progress=report)
+    with progress_bar() as report:
+        report("loading the model", 0.0)
+        policy = _load_policy(options)
+        report("reading or sampling trajectories", 0.0)
+        trajs, own_sampler = _load_trajectories(options, policy, skipped)
+        found = verify(policy, trajs, against, own_sampler=own_sampler, progress=report)
     if options.json:
         print(json.dumps(as_json(found, skipped), indent=1))
     else:
@@ -89,14 +91,42 @@ def main(args: list[str]) -> int:
     return 0 if found.passed else 1
 
 
-def _reporter() -> Callable[[str], None]:
-    """Says on standard error what is being computed, and the seconds since the start."""
-    start = time.monotonic()
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """Shows on standard error what is being compared, how much is done, and the seconds that are left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def report(stage: str) -> None:
-        print(f"{time.monotonic() - start:6.1f} s  {stage}", file=sys.stderr, flush=True)
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    start, last = time.monotonic(), ""
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1.0, left="")
 
-    return report
+        def report(stage: str, share: float) -> None:
+            nonlocal start, last
+            if share == 0.0:
+                start = time.monotonic()
+            left = time_left(time.monotonic() - start, share)
+            bar.update(task, description=stage, completed=share, left=left)
+            if stage != last and not console.is_terminal:
+                print(", ".join(filter(None, (f"{share:4.0%} {stage}", left))), file=sys.stderr, flush=True)
+            last = stage
+
+        yield report
+
+
+def time_left(seconds: float, share: float) -> str:
+    """What is left where `share` of the work took so many seconds: '2:05 left'; '' before a tenth is done."""
+    if share < 0.1:
+        return ""
+    left = round(seconds * (1 - share) / share)
+    return f"{left // 60}:{left % 60:02} left"
 
 
 def _is_run(model: str) -> bool:
@@ -208,80 +238,3 @@ def _cut(traj: "Trajectory", num_tokens: int | None) -> "Trajectory":
         action_mask=traj.action_mask[: num_tokens - 1],
         sample_logp=traj.sample_logp[: num_tokens - 1],
     )
-
-
-def _number(value: float, unit: str) -> str:
-    if unit == "share":
-        return f"{value:.1%}"
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-def _cells(statistics: "tuple[Statistic, ...]") -> tuple[str, str]:
-    """What was measured and what is allowed, a statistic a line."""
-    measured, allowed = [], []
-    for s in statistics:
-        unit = " nats" if s.unit == "nats" else ""
-        measured.append(f"{s.name} {_number(s.measured, s.unit)}{unit}")
-        allowed.append("-" if s.allowed is None else f"{_number(s.allowed, s.unit)}{unit}")
-    return "\n".join(measured), "\n".join(allowed)
-
-
-def print_table(found: "Verification") -> None:
-    """One table of all checks on standard output."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    dtype = str(found.dtype).removeprefix("torch.")
-    console.print(
-        f"{found.num_trajectories:,} trajectories, {found.num_tokens:,} tokens, {found.num_actions:,} action "
-        f"tokens; prefix trees save {found.tree_share:.0%} of the positions",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if found.simulated is not None:
-        console.print(f"Simulated bug: {found.simulated}. The lines that FAIL show it.", highlight=False)
-    table = Table(box=None, pad_edge=False, expand=True)
-    table.add_column("", ratio=1, overflow="fold")
-    table.add_column("measured", no_wrap=True)
-    table.add_column(f"allowed for {dtype}", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("what it means", ratio=2, overflow="fold")
-    for check in found.checks:
-        verdict = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
-        table.add_row(check.name, *_cells(check.statistics), verdict, check.meaning)
-    console.print(table, highlight=False)
-    failed = found.failed
-    verdict = f"{len(failed)} of {len(found.checks)} lines FAIL." if failed else "Every line passes."
-    console.print(verdict, highlight=False)
-
-
-def as_json(found: "Verification", skipped: "list[BadRecord]") -> dict[str, Any]:
-    """The verification as plain values."""
-    return {
-        "passed": found.passed,
-        "simulated": found.simulated,
-        "dtype": str(found.dtype).removeprefix("torch."),
-        "num_trajectories": found.num_trajectories,
-        "num_tokens": found.num_tokens,
-        "num_actions": found.num_actions,
-        "tree_share": found.tree_share,
-        "off_by_quarter": found.profile.off_by_quarter,
-        "gap_by_quarter": found.profile.gap_by_quarter,
-        "checks": [
-            {
-                "name": check.name,
-                "passed": check.passed,
-                "statistics": [
-                    {"name": s.name, "measured": s.measured, "allowed": s.allowed, "unit": s.unit}
-                    for s in check.statistics
-                ],
-                "meaning": check.meaning,
-            }
-            for check in found.checks
-        ],
-        "skipped": [str(bad) for bad in skipped],
-    }

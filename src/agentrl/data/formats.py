@@ -61,6 +61,14 @@ class Label:
         return {"task": self.task, "source": self.source, "tokens": tokens, **recorded, **self.info}
 
 
+def as_float(value: float, field: str) -> float:
+    """The number as a float; RecordError for a whole number that none can hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise RecordError(field, "a whole number too large for a float") from None
+
+
 def short_hash(data: str | bytes) -> str:
     """A name for a prompt, where the file gives its groups none."""
     return hashlib.blake2b(data if isinstance(data, bytes) else data.encode(), digest_size=8).hexdigest()

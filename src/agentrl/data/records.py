@@ -253,7 +253,12 @@ def decode_json(raw: bytes | None) -> Any:
     except (msgspec.DecodeError, RecursionError):
         pass
     try:
-        return json.loads(raw)
+        value = json.loads(raw)
+        if b"\\ud" in raw.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        raise RecordError("", "holds half of a surrogate pair, which is no text") from None
     except json.JSONDecodeError as error:
         cut = "cut off, " if error.pos >= len(error.doc.rstrip()) or "Unterminated" in error.msg else ""
         raise RecordError("", f"{cut}not valid JSON at character {error.pos}: {error.msg}") from None
@@ -261,12 +266,16 @@ def decode_json(raw: bytes | None) -> Any:
         raise RecordError("", f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise RecordError("", "nested too deep to be a trajectory") from None
+    except ValueError:  # Python refuses to read thousands of digits
+        raise RecordError("", "holds a whole number of thousands of digits") from None
 
 
 def convert_record(value: Any, record_type: type[T]) -> T:
     """The value as a typed msgspec record; RecordError names the field that does not fit."""
     try:
         return msgspec.convert(value, record_type)
+    except RecursionError:
+        raise RecordError("", "nested too deep to be a trajectory") from None
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at `")
         if missing := re.fullmatch(r"Object missing required field `(.*)`", problem):

@@ -161,6 +161,10 @@ def build_trajectory(
         raise RecordError(
             "action_mask", f"must hold only 0 and 1, got {sorted(set(action_mask) - {0, 1})[0]}"
         )
+    try:
+        reward = float(reward)
+    except OverflowError:
+        raise RecordError("reward", "must be finite, got a whole number too large for a float") from None
     if not math.isfinite(reward):
         raise RecordError("reward", f"must be finite, got {reward}")
     mask = torch.tensor(action_mask, dtype=torch.float32)

@@ -4,7 +4,8 @@ Each checks one record against its schema and gives its trajectories. Where a re
 token ids (ATIF, verifiers), those are kept and the text is not tokenized.
 """
 
-import math
+import uuid
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from agentrl.data.formats import (
     Call,
     Label,
     Source,
+    as_float,
     merge_calls,
     short_hash,
     trajectory_from_text,
@@ -35,7 +37,7 @@ class TauRecord(msgspec.Struct):
 def read_tau(value: dict[str, Any], source: Source) -> list[Trajectory]:
     """The episode's conversation; attempts at one task are a group."""
     record = convert_record(value, TauRecord)
-    label = Label("tau-bench", float(record.reward), f"{record.task_id}", info={"trial": record.trial})
+    label = Label("tau-bench", record.reward, f"{record.task_id}", info={"trial": record.trial})
     return [trajectory_from_text(parse_messages(record.traj, "traj"), label, source)]
 
 
@@ -60,14 +62,14 @@ class AtifToolCall(msgspec.Struct):
     """A tool call of an agent step."""
 
     function_name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = {}
     tool_call_id: str = ""
 
 
 class AtifObservation(msgspec.Struct):
     """What the tools gave back."""
 
-    results: list[dict[str, Any]]
+    results: list[dict[str, Any]] = []
 
 
 class AtifStep(msgspec.Struct):
@@ -80,21 +82,42 @@ class AtifStep(msgspec.Struct):
     observation: AtifObservation | None = None
     metrics: AtifMetrics | None = None
     is_copied_context: bool | None = None
+    llm_call_count: int | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a model wrote it here, rather than in an earlier context or by a rule."""
+        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
 
 
 class AtifRecord(msgspec.Struct):
-    """An ATIF trajectory (Harbor, rfcs/0001-trajectory-format)."""
+    """An ATIF trajectory (Harbor, rfcs/0001-trajectory-format, to 1.7)."""
 
-    schema_version: str
     steps: list[AtifStep]
     session_id: str | None = None
+    trajectory_id: str | None = None
+    subagent_trajectories: list["AtifRecord"] | None = None
 
 
 def read_atif(value: dict[str, Any], source: Source) -> list[Trajectory]:
-    """Token ids where every agent step has them, else the text. Harbor keeps the reward in another file."""
+    """The trajectory and its subagents', all of one episode. Harbor keeps the reward in another file."""
     record = convert_record(value, AtifRecord)
-    label = Label("ATIF", None, source.name, episode=record.session_id or "")
-    agent = [step for step in record.steps if step.source == "agent" and not step.is_copied_context]
+    episode = record.session_id or record.trajectory_id or uuid.uuid4().hex
+    label = Label("ATIF", None, source.name, episode=episode)
+    return _atif_trajectories(record, label, source)
+
+
+def _atif_trajectories(record: AtifRecord, label: Label, source: Source) -> list[Trajectory]:
+    found = _atif_own(record, label, source)
+    for subagent in record.subagent_trajectories or []:
+        marked = replace(label, info={"subagent": subagent.trajectory_id or ""})
+        found += _atif_trajectories(subagent, marked, source)
+    return found
+
+
+def _atif_own(record: AtifRecord, label: Label, source: Source) -> list[Trajectory]:
+    """Token ids where every agent step has them, else the text."""
+    agent = [step for step in record.steps if step.sampled]
     calls: list[Call] = []
     for step in agent:
         metrics = step.metrics
@@ -122,7 +145,7 @@ def _atif_messages(steps: list[AtifStep]) -> list[Message]:
                 role="assistant" if step.source == "agent" else step.source,
                 content=content_text(step.message, f"steps[{i}].message"),
                 tool_calls=calls,
-                sampled=step.source == "agent" and not step.is_copied_context,
+                sampled=step.sampled,
                 reasoning=step.reasoning_content or "",
             )
         )
@@ -165,8 +188,7 @@ def read_verifiers_results(value: dict[str, Any], source: Source) -> list[Trajec
     record = convert_record(value, VerifiersResult)
     task = record.task if isinstance(record.task, str) else "example"
     prompt_name = short_hash(repr(record.prompt)) if record.example_id is None else str(record.example_id)
-    reward = None if record.reward is None else float(record.reward)
-    label = Label("verifiers results", reward, f"{task}/{prompt_name}")
+    label = Label("verifiers results", record.reward, f"{task}/{prompt_name}")
     tokens = [step.tokens for step in record.trajectory or []]
     if tokens and all(tokens):
         calls: list[Call] = [
@@ -213,7 +235,7 @@ def read_verl_dump(value: dict[str, Any], source: Source) -> list[Trajectory]:
     prompt = short_hash(record.input)
     group = prompt if record.step is None else f"{record.step}/{prompt}"
     info = {"action_mask": "the whole response"}
-    label = Label("verl dump", float(record.score), prompt, group, info=info)
+    label = Label("verl dump", record.score, prompt, group, info=info)
     return [trajectory_from_text([Segment(record.input, False), Segment(record.output, True)], label, source)]
 
 
@@ -238,13 +260,13 @@ def read_trl(value: dict[str, Any], source: Source) -> list[Trajectory]:
     """
     prompt = value.get("prompt")
     numbers = {
-        key: float(number)
+        key: as_float(number, key)
         for key, number in value.items()
         if isinstance(number, int | float) and key not in ("step", "advantage")
     }
     named = {key: number for key, number in numbers.items() if "reward" in key}
     rewards = [value["reward"]] if "reward" in numbers else list((named or numbers).values())
-    known = [number for number in rewards if not math.isnan(number)]
+    known = [number for number in rewards if number == number]  # not NaN
     if rewards and not known:
         raise RecordError("reward", "NaN in every reward column")
     name = short_hash(repr(prompt))
@@ -265,7 +287,5 @@ def read_messages(value: dict[str, Any], source: Source) -> list[Trajectory]:
     task = next((str(name) for name in names if isinstance(name, str | int)), "")
     task = task or short_hash(repr(messages[:prompt]))
     group = value.get("group")
-    label = Label(
-        "messages", None if reward is None else float(reward), task, group if isinstance(group, str) else ""
-    )
+    label = Label("messages", reward, task, group if isinstance(group, str) else "")
     return [trajectory_from_text(messages, label, source)]

@@ -1,11 +1,19 @@
 """Readers of files that hold the sampler's token ids: verifiers traces, NeMo-RL, prime-rl, slime."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from agentrl.data.chat import Message, parse_messages
-from agentrl.data.formats import Label, Source, short_hash, trajectory_from_text, trajectory_from_tokens
+from agentrl.data.formats import (
+    Label,
+    Source,
+    as_float,
+    short_hash,
+    trajectory_from_text,
+    trajectory_from_tokens,
+)
 from agentrl.data.records import RecordError, convert_record
 from agentrl.data.trajectory import Trajectory
 
@@ -14,6 +22,13 @@ def prompt_name(ids: list[int], mask: list[int]) -> str:
     """A name for the tokens before the first action, which the attempts of one group share."""
     end = mask.index(1) if 1 in mask else len(ids)
     return short_hash(",".join(map(str, ids[:end])))
+
+
+class TraceLink(msgspec.Struct):
+    """A link of the semantic graph: the node that it comes from, and what kind it is."""
+
+    node: int
+    type: str
 
 
 class TraceNode(msgspec.Struct):
@@ -25,6 +40,14 @@ class TraceNode(msgspec.Struct):
     token_ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
+    trainer_logprobs: list[float] | None = None
+    semantic_parents: list[TraceLink] = []
+
+
+class TraceAgent(msgspec.Struct, frozen=True):
+    """Who acted: an agent that is not the policy, such as a simulated user, is not trainable."""
+
+    trainable: bool = True
 
 
 class TraceRecord(msgspec.Struct):
@@ -34,29 +57,45 @@ class TraceRecord(msgspec.Struct):
     rewards: dict[str, Any]
     task: Any = None
     id: str = ""
+    agent: TraceAgent = TraceAgent()
 
 
 def read_verifiers_trace(value: dict[str, Any], source: Source) -> list[Trajectory]:
-    """One trajectory for every path from a root to a leaf of the message graph, all of one episode."""
+    """One trajectory for every path from a root to a leaf of the message graph, all of one episode.
+
+    A path that verifiers does not train on is marked info['trainable'] False: one of another agent, or an
+    attempt to compact the context that was not resumed from.
+    """
     record = convert_record(value, TraceRecord)
     label = Label(
         "verifiers traces", _trace_reward(record.rewards), _trace_task(record.task), episode=record.id
     )
-    return [_trace_path(path, label, source) for path in _paths(record.nodes)]
+    resumed = {
+        link.node for node in record.nodes for link in node.semantic_parents if link.type == "compaction"
+    }
+    found: list[Trajectory] = []
+    for path in _paths(record.nodes):
+        leaf = record.nodes[path[-1]]
+        tried = any(link.type == "compaction_attempt" for link in leaf.semantic_parents)
+        trains = record.agent.trainable and (not tried or path[-1] in resumed)
+        marked = label if trains else replace(label, info={"trainable": False})
+        found.append(_trace_path([record.nodes[i] for i in path], marked, source))
+    return found
 
 
-def _paths(nodes: list[TraceNode]) -> list[list[TraceNode]]:
+def _paths(nodes: list[TraceNode]) -> list[list[int]]:
+    """The nodes of each path, root first."""
     parents = {node.parent for node in nodes}
-    paths: list[list[TraceNode]] = []
+    paths: list[list[int]] = []
     for leaf in range(len(nodes)):
         if leaf in parents:
             continue
-        path: list[TraceNode] = []
+        path: list[int] = []
         at: int | None = leaf
         while at is not None:
             if not 0 <= at < len(nodes) or len(path) > len(nodes):
                 raise RecordError(f"nodes[{leaf}].parent", f"no path to a root: {nodes[leaf].parent}")
-            path.append(nodes[at])
+            path.append(at)
             at = nodes[at].parent
         paths.append(path[::-1])
     if not paths:
@@ -68,29 +107,33 @@ def _trace_path(path: list[TraceNode], label: Label, source: Source) -> Trajecto
     ids: list[int] = []
     mask: list[int] = []
     logp: list[float | None] = []
+    trainer: list[float | None] = []
     for i, node in enumerate(path):
         if len(node.mask) != len(node.token_ids):
             raise RecordError(
                 f"nodes[{i}].mask", f"{len(node.mask)} entries, wanted {len(node.token_ids)}, one a token"
             )
-        num_sampled = sum(node.mask)
-        if node.logprobs and len(node.logprobs) != num_sampled:
-            raise RecordError(
-                f"nodes[{i}].logprobs",
-                f"{len(node.logprobs)} entries, wanted {num_sampled}, one a sampled token",
-            )
-        sampled = iter(node.logprobs or [None] * num_sampled)
         ids += node.token_ids
         mask += map(int, node.mask)
-        logp += [next(sampled) if is_action else 0.0 for is_action in node.mask]
+        logp += _spread(node.logprobs, node.mask, f"nodes[{i}].logprobs")
+        trainer += _spread(node.trainer_logprobs or [], node.mask, f"nodes[{i}].trainer_logprobs")
     if ids:
-        return trajectory_from_tokens(ids, mask, logp, label, source)
+        return trajectory_from_tokens(ids, mask, logp, label, source, trainer_logp=trainer)
     messages: list[Message] = [
         msgspec.structs.replace(message, sampled=node.sampled)
         for node in path
         for message in parse_messages([node.message], "nodes.message")
     ]
     return trajectory_from_text(messages, label, source)
+
+
+def _spread(values: list[float], mask: list[bool], field: str) -> list[float | None]:
+    """Values of a node's sampled tokens, one a token: 0 off the sampled ones, None where none is recorded."""
+    num_sampled = sum(mask)
+    if values and len(values) != num_sampled:
+        raise RecordError(field, f"{len(values)} entries, wanted {num_sampled}, one a sampled token")
+    sampled = iter(values or [None] * num_sampled)
+    return [next(sampled) if is_action else 0.0 for is_action in mask]
 
 
 def _trace_reward(rewards: dict[str, Any]) -> float | None:
@@ -103,7 +146,7 @@ def _trace_reward(rewards: dict[str, Any]) -> float | None:
         weight = reward.get("weight", 1.0) if isinstance(reward, dict) else 1.0
         if not isinstance(score, int | float) or not isinstance(weight, int | float):
             raise RecordError(f"rewards.{name}", f"wanted a score and a weight, got {reward!r:.60}")
-        values.append(score * weight)
+        values.append(as_float(score, f"rewards.{name}.score") * as_float(weight, f"rewards.{name}.weight"))
     return sum(values) if values else None
 
 
@@ -123,14 +166,19 @@ class NemoRecord(msgspec.Struct):
 
     token_ids: list[int]
     token_loss_mask: list[float]
-    rewards: float
     input_lengths: int
+    rewards: float | None = None
+    filtered_rewards: float | None = None
     generation_logprobs: list[float] | None = None
     prev_logprobs: list[float] | None = None
 
 
 def read_nemo(value: dict[str, Any], source: Source) -> list[Trajectory]:
-    """The first input_lengths tokens of a padded row; log-probs are the generation's and the trainer's."""
+    """The first input_lengths tokens of a padded row; log-probs are the generation's and the trainer's.
+
+    With dynamic sampling the rows are those of the kept prompts, and so are `filtered_rewards`; `rewards` are
+    then of every prompt that was sampled, in another order.
+    """
     flat = {key: v[0] if isinstance(v, list) and len(v) == 1 else v for key, v in value.items()}
     if "token_ids" not in flat:
         raise RecordError("token_ids", "missing: this NeMo-RL logged no token ids, so the text has no mask")
@@ -138,11 +186,16 @@ def read_nemo(value: dict[str, Any], source: Source) -> list[Trajectory]:
     n = record.input_lengths
     if not 0 < n <= len(record.token_ids):
         raise RecordError("input_lengths", f"{n}, but token_ids has {len(record.token_ids)}")
+    width = len(record.token_ids)
+    for field in ("token_loss_mask", "generation_logprobs", "prev_logprobs"):
+        if len(getattr(record, field) or [0] * width) != width:
+            raise RecordError(field, f"{len(getattr(record, field))} entries, but token_ids has {width}")
     if not set(record.token_loss_mask) <= {0, 1}:
         raise RecordError("token_loss_mask", "must hold only 0 and 1")
     ids, mask = record.token_ids[:n], [int(entry) for entry in record.token_loss_mask[:n]]
     name = prompt_name(ids, mask)
-    label = Label("NeMo-RL", record.rewards, name)
+    reward = record.rewards if record.filtered_rewards is None else record.filtered_rewards
+    label = Label("NeMo-RL", reward, name)
     generation = None if record.generation_logprobs is None else list(record.generation_logprobs[:n])
     trainer = None if record.prev_logprobs is None else list(record.prev_logprobs[:n])
     return [trajectory_from_tokens(ids, mask, generation, label, source, trainer_logp=trainer)]  # pyright: ignore
@@ -185,7 +238,7 @@ class SlimeSample(msgspec.Struct):
 
     tokens: list[int]
     response_length: int
-    reward: float | dict[str, float] | None = None
+    reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
     group_index: int | None = None
@@ -204,14 +257,24 @@ def read_slime(value: dict[str, Any], source: Source) -> list[Trajectory]:
     for field, values in (("loss_mask", mask), ("rollout_log_probs", logp)):
         if values is not None and len(values) != response:
             raise RecordError(field, f"{len(values)} entries, wanted {response}, one a response token")
-    reward = record.reward
-    if isinstance(reward, dict):
-        if len(reward) != 1 and "reward" not in reward:
-            raise RecordError("reward", f"several rewards {sorted(reward)}; keep one before saving")
-        reward = reward["reward"] if "reward" in reward else next(iter(reward.values()))
+    reward = _slime_reward(record.reward)
     prompt = [0] * (n - response)
     name = prompt_name(record.tokens, prompt + [1] * response)
     group = name if record.group_index is None else str(record.group_index)
     label = Label("slime", reward, name, group, info={"status": record.status})
     padded: list[float | None] | None = None if logp is None else [*prompt, *logp]
     return [trajectory_from_tokens(record.tokens, prompt + mask, padded, label, source)]
+
+
+def _slime_reward(reward: float | dict[str, Any] | None) -> float | None:
+    """The reward itself, or of several named ones `reward`, else `score`, else the only one."""
+    if not isinstance(reward, dict):
+        return reward
+    name = next((name for name in ("reward", "score") if name in reward), None)
+    if name is None and len(reward) == 1:
+        [name] = reward
+    if name is None:
+        raise RecordError("reward", f"several rewards {sorted(reward)}; keep one before saving")
+    if not isinstance(reward[name], int | float):
+        raise RecordError(f"reward.{name}", f"wanted a number, got {reward[name]!r:.40}")
+    return reward[name]

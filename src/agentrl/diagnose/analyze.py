@@ -22,6 +22,10 @@ class Analysis:
     num_trajectories: int
     sections: dict[str, list[Finding]]
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a figure of that name."""
+        return any(f.name == name for findings in self.sections.values() for f in findings)
+
     def __getitem__(self, name: str) -> Any:
         """The value of the figure of that name.
 

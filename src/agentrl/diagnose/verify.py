@@ -2,15 +2,23 @@
 
 # B trajectories, N action tokens, R rows, L row length
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import nn
 
 from agentrl.data.packing import PackedBatch, pack_sequences
 from agentrl.data.trajectory import Trajectory
+from agentrl.diagnose.checks import (
+    Check,
+    Statistic,
+    gradient_check,
+    log_prob_check,
+    log_prob_statistics,
+    make_check,
+)
 from agentrl.diagnose.comparison import (
     HEAD_TOKENS,
     Gap,
@@ -26,8 +34,11 @@ from agentrl.diagnose.comparison import (
     taken_gradients,
     undisturbed,
 )
-from agentrl.diagnose.generated import generate_trajectories
-from agentrl.diagnose.isolation import RatioProfile, isolation, with_leak, with_running_positions
+from agentrl.diagnose.generated import generate_trajectories, usable_trajectories
+from agentrl.diagnose.isolation import isolation, with_leak, with_running_positions
+from agentrl.diagnose.ratios import RatioLimits, RatioProfile, ratio_check
+from agentrl.diagnose.stages import Report, Stages
+from agentrl.diagnose.verification import Bug, Verification
 from agentrl.models.policy import Policy
 from agentrl.models.scoring import action_hidden, as_policy
 from agentrl.models.tiny import TinyAgent
@@ -35,73 +46,11 @@ from agentrl.train.config import RLConfig
 from agentrl.train.rows import plan_rows
 from agentrl.train.step import accumulate
 
-Bug = Literal["leak", "positions", "local-mean"]
-Unit = Literal["nats", "share", "relative"]
-
 ONE_ROW = 16_384  # tokens of all trajectories that are packed into one row if no row length is given
-# A sampler of another precision: bfloat16 rounds a logit of size 10 to 0.03 nats, half of that on average.
-SAMPLER_MEAN_GAP = 0.02  # nats
-SAMPLER_SHARE_OFF = 0.01
-# The chapter's figures for the small agent: tokens off by more than 20% with a leaky mask, and without.
-CHAPTER_LEAKY, CHAPTER_EXACT = 0.058, 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class Statistic:
-    """A number of a check and the most that it may be; None where it is shown but not judged."""
-
-    name: str
-    measured: float
-    allowed: float | None
-    unit: Unit
-
-    @property
-    def passed(self) -> bool:
-        return self.allowed is None or self.measured <= self.allowed  # NaN fails
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the table."""
-
-    name: str
-    statistics: tuple[Statistic, ...]
-    meaning: str  # of what was found
-
-    @property
-    def passed(self) -> bool:
-        return all(statistic.passed for statistic in self.statistics)
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What was checked, on what."""
-
-    checks: tuple[Check, ...]
-    dtype: torch.dtype
-    num_trajectories: int
-    num_tokens: int
-    num_actions: int
-    tree_share: float  # positions that the prefix trees saved
-    profile: RatioProfile  # step-0 ratios
-    simulated: Bug | None
-
-    @property
-    def passed(self) -> bool:
-        """Whether every check passed."""
-        return all(check.passed for check in self.checks)
-
-    @property
-    def failed(self) -> list[str]:
-        """The names of the checks that did not pass."""
-        return [check.name for check in self.checks if not check.passed]
-
-    def __getitem__(self, name: str) -> Check:
-        """The check of that name. Raises KeyError, listing the names, for one that is not there."""
-        for check in self.checks:
-            if check.name == name:
-                return check
-        raise KeyError(f"no check {name!r}; checks are {', '.join(check.name for check in self.checks)}")
+# What is being computed, as `progress` is told.
+ALONE = "each trajectory alone, full logits"
+WIDER = "the same in the next wider dtype, for what rounding does"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +78,7 @@ def verify(
     options: VerifyOptions | None = None,
     *,
     own_sampler: bool = False,
-    progress: Callable[[str], None] = lambda stage: None,
+    progress: Report = lambda stage, done: None,
 ) -> Verification:
     """Every saving of this package against the plain computation, on this model and these trajectories.
 
@@ -150,6 +99,8 @@ def verify(
     16 epsilons). Log-probs of another sampler may differ by what bfloat16 costs: 0.02 nats on average, 1%
     of tokens by more than 20%.
 
+    `progress` is told what is being computed, and what share of the work is done, 0 to 1.
+
     The model's weights, gradients and modes are afterwards what they were. Raises ValueError where no
     trajectory has action tokens, ids do not fit the vocabulary, no row holds two trajectories, or the model
     cannot read packed rows.
@@ -165,38 +116,11 @@ def verify(
     policy = as_policy(policy)
     with undisturbed(policy.module):
         if trajs is None:
-            progress("sampling trajectories")
+            progress("sampling trajectories", 0.0)
             own_sampler = True
             trajs = generate_trajectories(policy, temperature=options.temperature, seed=options.seed)
-        chosen = _usable(policy, trajs)
+        chosen = usable_trajectories(policy, trajs)
         return _Verifier(policy, chosen, options, own_sampler, progress).run()
-
-
-def _usable(policy: Policy, trajs: Sequence[Trajectory]) -> list[Trajectory]:
-    """The trajectories with action tokens, and a branch of the shortest where they share little."""
-    vocab_size = policy.head().weight.shape[0]
-    for i, traj in enumerate(trajs):
-        if int(traj.ids.max()) >= vocab_size:
-            raise ValueError(
-                f"trajectory {i} holds id {int(traj.ids.max())}, but the model's vocabulary ends at "
-                f"{vocab_size - 1}; name the tokenizer of this model"
-            )
-    chosen = [traj for traj in trajs if traj.num_actions]
-    if not chosen:
-        raise ValueError(f"none of the {len(trajs)} trajectories has an action token; raise the cut, if any")
-    total = sum(traj.num_tokens for traj in chosen)
-    if len(chosen) < 2 or pack_sequences(chosen, total, share_prefixes=True).num_tokens > 0.9 * total:
-        chosen += [_branch(min(chosen, key=lambda traj: traj.num_tokens))]
-    return chosen
-
-
-def _branch(traj: Trajectory) -> Trajectory:
-    """The first half of a trajectory, followed by its last quarter."""
-    n = traj.num_tokens
-    half, tail = -(-n // 2), max(1, n // 4)
-    mask = torch.cat([traj.action_mask[: half - 1], torch.ones(1), traj.action_mask[n - tail :]])
-    ids = torch.cat([traj.ids[:half], traj.ids[n - tail :]])
-    return Trajectory(ids, mask, torch.full_like(mask, float("nan")), traj.reward, group=traj.group)
 
 
 class _Verifier:
@@ -208,10 +132,10 @@ class _Verifier:
         trajs: list[Trajectory],
         options: VerifyOptions,
         own_sampler: bool,
-        progress: Callable[[str], None],
+        report: Report,
     ) -> None:
         self.policy, self.trajs, self.options = policy, trajs, options
-        self.own_sampler, self.progress = own_sampler, progress
+        self.own_sampler, self.report = own_sampler, report
         self.head = policy.head()
         self.dtype, self.device = self.head.weight.dtype, self.head.weight.device
         self.gradients = options.gradients and any(p.requires_grad for p in policy.module.parameters())
@@ -224,38 +148,56 @@ class _Verifier:
 
     def run(self) -> Verification:
         flat, tree = self._rows(share_prefixes=False), self._rows(share_prefixes=True)
-        self.progress("each trajectory alone, full logits")
-        plain = score_alone(self.policy, self.objective, self.gradients)
-        self.progress("the same in the next wider dtype, for what rounding does")
-        allowed = allowed_gap(rounding(self.policy, self.objective, plain), self.dtype, plain.logp)
-        self.progress("packed rows")
+        stages = Stages(self._costs(flat.num_tokens, tree.num_tokens), self.report)
+        stages.begin(ALONE)
+        plain = score_alone(self.policy, self.objective, self.gradients, stages.advance)
+        stages.begin(WIDER)
+        noise = rounding(self.policy, self.objective, plain, stages.advance)
+        allowed = allowed_gap(noise, self.dtype, plain.logp)
+        stages.begin("packed rows")
         packed = score_packed(self.policy, self.objective, flat, self.gradients)
-        gaps = [("packed", gap(packed, plain))]
-        self.progress("prefix trees")
-        gaps.append(("tree", gap(score_packed(self.policy, self.objective, tree, self.gradients), plain)))
-        checks = [_log_prob_check(name, found, allowed) for name, found in gaps]
-        self.progress("the head")
+        stages.begin("prefix trees")
+        forked = score_packed(self.policy, self.objective, tree, self.gradients)
+        gaps = (("packed", gap(packed, plain)), ("tree", gap(forked, plain)))
+        checks = [log_prob_check("packed", gaps[0][1], allowed), log_prob_check("tree", gaps[1][1], allowed)]
+        stages.begin("the head")
         head_check, head_gradient = self._heads(flat)
         checks.append(head_check)
         if self.gradients:
-            checks += [_gradient_check(f"{name} against alone", found, allowed) for name, found in gaps]
+            checks += [gradient_check(f"{name} against alone", found, allowed) for name, found in gaps]
             checks.append(head_gradient)
-            self.progress("microbatches in another order")
+            stages.begin("microbatches in another order")
             checks.append(self._microbatches(packed, allowed))
-        self.progress("isolation")
-        checks += [*self._isolation("flat rows", flat), *self._isolation("trees", tree)]
+        stages.begin("isolation")
+        checks += self._isolation("flat rows", flat)
+        stages.advance(flat.num_tokens / (flat.num_tokens + tree.num_tokens))
+        checks += self._isolation("trees", tree)
         profile, check = self._ratios(flat, packed, plain, allowed)
-        total = sum(t.num_tokens for t in self.trajs)
         return Verification(
             checks=(*checks, check),
             dtype=self.dtype,
             num_trajectories=len(self.trajs),
-            num_tokens=total,
+            num_tokens=flat.num_tokens,
             num_actions=len(plain.logp),
-            tree_share=1 - tree.num_tokens / total,
+            tree_share=1 - tree.num_tokens / flat.num_tokens,
             profile=profile,
             simulated=self.options.simulate,
         )
+
+    def _costs(self, flat: int, tree: int) -> dict[str, int]:
+        """Positions that each stage computes, a backward as two and a position in a wider dtype as two."""
+        passes = 3 if self.gradients else 1
+        costs = {
+            ALONE: passes * flat,
+            WIDER: 2 * passes * flat,
+            "packed rows": passes * flat,
+            "prefix trees": passes * tree,
+            "the head": flat,
+            "isolation": 3 * (flat + tree),
+        }
+        if self.gradients:
+            costs["microbatches in another order"] = passes * flat
+        return costs
 
     def _rows(self, share_prefixes: bool) -> PackedBatch:
         packed = pack_sequences(self.trajs, self.max_tokens, share_prefixes=share_prefixes, pad_to=None)
@@ -274,13 +216,13 @@ class _Verifier:
         noise = None if exact is None else gap(full, exact)
         found, allowed = gap(fast, full), allowed_gap(noise, self.dtype, full.logp)
         return (
-            _check(
+            make_check(
                 "fast head against full logits",
-                _log_prob_statistics(found, allowed),
+                log_prob_statistics(found, allowed),
                 "The tiled head gives the full logits' values, to rounding.",
                 "The tiled head is wrong for this model's head: bias, scale, soft-cap or temperature.",
             ),
-            _gradient_check("fast head against full logits", found, allowed),
+            gradient_check("fast head against full logits", found, allowed),
         )
 
     def _microbatches(self, packed: Scores, allowed: Gap) -> Check:
@@ -311,7 +253,7 @@ class _Verifier:
             token_loss=lambda scores, targets: -targets.advantages * scores.logp,
         )
         error = relative_error(taken_gradients(self.policy), packed.gradients)
-        return _check(
+        return make_check(
             "gradient: microbatches against one batch",
             (Statistic("gradient", error, allowed.gradient, "relative"),),
             f"{len(batches)} microbatches in reverse order give the gradient of one batch.",
@@ -331,7 +273,7 @@ class _Verifier:
                 f"no row of {self.max_tokens} tokens holds two sequences, so packing would not be tested; "
                 "raise max_tokens, or cut the trajectories"
             )
-        check = _check(
+        check = make_check(
             f"isolation in {name}",
             (Statistic("change", change, allowed, "relative"),),
             passed,
@@ -348,59 +290,10 @@ class _Verifier:
         length = flat.ids.shape[1]
         place = (flat.actions.source % length).cpu() / length
         profile = RatioProfile.of(packed.logp, sampler if recorded else plain.logp, place)
-        own = self.own_sampler or not recorded
-        # sample_logp is stored in float32, whatever the model's dtype
-        slack = 1e-6 * max(1.0, float(plain.logp.abs().max())) if recorded else 0.0
-        max_mean = allowed.mean + slack if own else SAMPLER_MEAN_GAP
-        max_off = (SAMPLER_SHARE_OFF if self.dtype.itemsize == 2 else 0.0) if own else SAMPLER_SHARE_OFF
-        statistics = (
-            Statistic("off by 20%", profile.share_off, max_off, "share"),
-            Statistic("mean gap", profile.mean_gap, max_mean, "nats"),
-            Statistic("max gap", profile.max_gap, None, "nats"),
+        limits = (
+            RatioLimits.of_own_sampler(allowed, self.dtype, plain.logp, recorded)
+            if self.own_sampler or not recorded
+            else RatioLimits.of_other_sampler()
         )
-        quarters = ", ".join("-" if x is None else f"{x:.1%}" for x in profile.off_by_quarter)
-        where = f"Off by quarter of the row: {quarters}. "
-        against = "" if recorded else "No sampler log-probs: against each trajectory alone. "
-        failed = (
-            "Grows along the row, as a leak does: look at masks and positions."
-            if profile.grows
-            else "Flat along the row, as a gap in precision, temperature or weights is, not a leak."
-        )
-        if self.options.simulate == "leak":
-            failed += f" The chapter: {CHAPTER_LEAKY:.1%} with a leaky mask, {CHAPTER_EXACT:.1%} without."
-        passed = against + where + "What was sampled is what is trained on."
-        return profile, _check("step-0 ratio", statistics, passed, against + where + failed)
-
-
-def _check(name: str, statistics: tuple[Statistic, ...], passed: str, failed: str) -> Check:
-    check = Check(name, statistics, passed)
-    return check if check.passed else replace(check, meaning=failed)
-
-
-def _log_prob_statistics(found: Gap, allowed: Gap) -> tuple[Statistic, ...]:
-    return (
-        Statistic("max", found.largest, allowed.largest, "nats"),
-        Statistic("mean", found.mean, allowed.mean, "nats"),
-    )
-
-
-def _log_prob_check(name: str, found: Gap, allowed: Gap) -> Check:
-    passed = {
-        "packed": "Packed rows give each trajectory's own log-probs, to rounding.",
-        "tree": "A prefix computed once gives each branch's own log-probs, to rounding.",
-    }[name]
-    failed = {
-        "packed": "Packed rows change log-probs: tokens read a neighbour, or stand at wrong positions.",
-        "tree": "Prefix trees change log-probs: branches read each other, or stand at wrong positions.",
-    }[name]
-    return _check(f"{name} against alone", _log_prob_statistics(found, allowed), passed, failed)
-
-
-def _gradient_check(name: str, found: Gap, allowed: Gap) -> Check:
-    assert found.gradient is not None
-    return _check(
-        f"gradient: {name}",
-        (Statistic("gradient", found.gradient, allowed.gradient, "relative"),),
-        "The same gradient, to rounding.",
-        "Another gradient than the plain computation's: training would follow another objective.",
-    )
+        leaky = self.options.simulate == "leak"
+        return profile, ratio_check(profile, limits, recorded=recorded, leaky=leaky)

@@ -200,6 +200,7 @@ def rows(census: Census, max_tokens: int) -> list[Finding]:
         fitting = lengths[lengths <= capacity]
         bound = min_bins(fitting, capacity) + int((lengths > capacity).sum())
         beyond = num_rows - bound
+        rows_text = f"{beyond:,} row" + "s" * (beyond > 1)
         fill = min(1.0, total / (num_rows * capacity))
         findings.append(
             Finding(
@@ -208,7 +209,7 @@ def rows(census: Census, max_tokens: int) -> list[Finding]:
                 f"{num_rows:,}, at least {bound:,}; {fill:.1%} full",
                 "No packing into rows of this length needs fewer."
                 if beyond == 0
-                else f'At most {beyond:,} rows to gain: try algorithm="portfolio".',
+                else f'At most {rows_text} to gain: try algorithm="portfolio".',
             )
         )
     return findings
