@@ -104,7 +104,7 @@ def test_widened_products_are_those_of_float32() -> None:
 
 def test_the_matmul_setting_is_lent_only_while_no_other_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     setting: Any = torch.backends.mkldnn.matmul
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not torch.cpu.get_capabilities().get("avx512_bf16", False):
         pytest.skip("this CPU does not multiply bfloat16")
     seen: list[str] = []
     mm = torch.mm

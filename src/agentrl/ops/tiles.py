@@ -90,7 +90,7 @@ def logit_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -
 
 @cache
 def _multiplies_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+    return torch.backends.mkldnn.is_available() and torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
 @dataclass(frozen=True, slots=True)
