@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.data.records import BadRecord
+from agentrl.data.records import BadRecord, RecordError, iter_raw_records, read_each
 from agentrl.data.storage import iter_trajectories, load_trajectories, save_trajectories
 from agentrl.data.trajectory import Trajectory
 
@@ -224,3 +224,17 @@ def test_a_compressed_file_cut_anywhere_never_ends_quietly(tmp_path: Path, suffi
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"damaged after|no records|not valid JSON"):
             load_trajectories(path)
+
+
+def test_the_file_is_closed_as_soon_as_a_record_is_refused(tmp_path: Path) -> None:
+    """Not when the error, whose traceback keeps the readers alive, is forgotten."""
+
+    def refuse(line: object) -> None:
+        raise RecordError("ids", "empty")
+
+    path = tmp_path / "run.jsonl"
+    path.write_text("{}\n{}\n")
+    raw = iter_raw_records(path)
+    with pytest.raises(ValueError, match="line 1: ids: empty"):
+        list(read_each(path, raw, refuse, None))
+    assert next(raw, None) is None

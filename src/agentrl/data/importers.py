@@ -1,6 +1,6 @@
 """Trajectories from the files of other trainers and benchmarks, told apart by content, read as a stream."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def _read_file(
 
 def _raw_values(
     path: str | Path, allow_pickle: bool, progress: Callable[[float], None] | None
-) -> Iterator[tuple[str, Any]]:
+) -> Generator[tuple[str, Any], None, None]:
     with open(path, "rb") as file:
         start = file.read(4)
     if is_parquet(path):

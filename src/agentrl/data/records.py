@@ -11,8 +11,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -115,7 +115,7 @@ def iter_raw_records(
     path: str | Path,
     max_bytes: int = MAX_RECORD_BYTES,
     progress: Callable[[float], None] | None = None,
-) -> Iterator[tuple[str, bytes | None]]:
+) -> Generator[tuple[str, bytes | None], None, None]:
     """(place, bytes) of each JSON record: 'line 3' of JSON Lines, 'record 3' of one array, or 'the document'.
 
     The bytes are None where a record is longer than `max_bytes`. A file that ends inside a record yields its
@@ -286,18 +286,22 @@ def convert_record(value: Any, record_type: type[T]) -> T:
 
 def read_each(
     path: str | Path,
-    raw: Iterator[tuple[str, Any]],
+    raw: Generator[tuple[str, Any], None, None],
     read: Callable[[Any], T],
     skipped: list[BadRecord] | None,
 ) -> Iterator[T]:
-    """`read` of every record; one that it refuses is a ValueError, or goes into `skipped` where given."""
-    for place, record in raw:
-        try:
-            value = read(record)
-        except RecordError as error:
-            bad = BadRecord(str(path), place, error.field, error.problem)
-            if skipped is None:
-                raise ValueError(f"{bad}; --skip-bad (skipped=[]) reads the rest") from None
-            skipped.append(bad)
-        else:
-            yield value
+    """`read` of every record; one that it refuses is a ValueError, or goes into `skipped` where given.
+
+    However it ends, `raw` is closed then, and with it the file.
+    """
+    with closing(raw):
+        for place, record in raw:
+            try:
+                value = read(record)
+            except RecordError as error:
+                bad = BadRecord(str(path), place, error.field, error.problem)
+                if skipped is None:
+                    raise ValueError(f"{bad}; --skip-bad (skipped=[]) reads the rest") from None
+                skipped.append(bad)
+            else:
+                yield value

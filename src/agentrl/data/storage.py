@@ -5,7 +5,7 @@
 import gzip
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -199,7 +199,7 @@ def pyarrow_parquet() -> Any:
 
 def iter_parquet_rows(
     path: str | Path, rows_at_once: int = 64, progress: Callable[[float], None] | None = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """('row 3', columns) of each row of a Parquet file, a few rows held at a time; ValueError if damaged."""
     parquet = pyarrow_parquet()
     import pyarrow
