@@ -126,9 +126,10 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    console = Console()
+    machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
+    console = Console(width=110)
+    console.print(f"commit {commit.stdout.strip()}; {machine}; seed {args.seed}")
     console.print(table(model, trajs, args.size, args.seed))
-    console.print(f"commit {commit.stdout.strip()}, {platform.processor()}, seed {args.seed}")
 
 
 if __name__ == "__main__":
