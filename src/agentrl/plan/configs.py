@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.plan.inputs import Range, read_text
+from agentrl.plan.inputs import Range, parse_text, read_text
 from agentrl.plan.models import Experts, LatentAttention, LinearAttention, ModelShape
 
 Config = Mapping[str, Any]
@@ -215,10 +215,7 @@ def find_model(name: str, fetch: Callable[[str], str] = fetch_config) -> ModelSh
 
 
 def _parse(text: str, name: str) -> ModelShape:
-    try:
-        config: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from error
+    config: object = parse_text(text, json.loads, "JSON", name)
     if not isinstance(config, dict):
         raise ValueError(f"{name} must hold a JSON object, got {type(config).__name__}")
     return shape_from_config(cast(dict[str, Any], config), name)
