@@ -15,8 +15,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "curriculum": (0, ("pass_rate", "rules", "table", "evidence", "sampler", "presets")),
     "plan": (
         0,
-        ("inputs", "gpus", "models", "configs", "roofline", "engine", "calibrate", "workload", "rollout",
-         "memory", "hours", "advice"),
+        ("inputs", "gpus", "models", "architectures", "configs", "roofline", "engine", "calibrate",
+         "workload", "rollout", "memory", "hours", "advice"),
     ),
     "report": (0, ("figures", "picture", "html", "run", "learning", "savings")),
     "data": (

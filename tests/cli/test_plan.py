@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -338,6 +339,34 @@ def test_the_documentation_shows_real_output(capsys: pytest.CaptureFixture[str])
         out, err = capsys.readouterr()
         begun = shown.removesuffix("...\n").rstrip()
         assert (out + err).startswith(begun), command
+
+
+def test_a_terminal_that_lacks_a_letter_gets_the_answer(tmp_path: Path) -> None:
+    # the locale C without coercion: arguments hold surrogates, the output takes ASCII only
+    folder = tmp_path / "mod\u00e8le"
+    folder.mkdir()
+    shape = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 128, "vocab_size": 1000}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(shape))
+    for more in (
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ):
+        code = "import sys\nfrom agentrl.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "plan",
+            "--model",
+            str(folder),
+            "--html",
+            str(tmp_path / "p.html"),
+        ]
+        done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, **more})
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"config.json on 8 x H200" in done.stdout
+        assert "config.json on 8 x H200" in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 def test_a_plan_loads_nothing_heavy() -> None:

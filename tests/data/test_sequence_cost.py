@@ -65,4 +65,4 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match="action_share"):
             attention_cost(QWEN3_8B, action_share=share)
     with pytest.raises(ValueError, match="hidden_size"):
-        attention_cost({"num_attention_heads": 2})
+        attention_cost({"model_type": "llama", "num_attention_heads": 2})

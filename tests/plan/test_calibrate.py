@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.plan.calibrate import (
     Measurement,
+    check_requests_fit,
     choose_rows,
     constants_to_toml,
     fit,
@@ -106,11 +107,19 @@ def test_csv_rows_and_their_errors(tmp_path: Path) -> None:
     head = "concurrency,input_tokens,output_tokens,output_tokens_per_second,note\n"
     path.write_text(head + "64,2048,1024,3463.5,x\n")
     assert read_measurements(path) == [Measurement(2048, 1024, 64, 3463.5)]
-    path.write_text(head + "\n 64, 2048 ,1024,3463.5\n,,\n", encoding="utf-8-sig")  # as spreadsheets write it
+    path.write_text(
+        "\n, ,\n" + head + "\n 64, 2048 ,1024,3463.5\n,,\n", encoding="utf-8-sig"
+    )  # as spreadsheets write it
     assert read_measurements(path) == [Measurement(2048, 1024, 64, 3463.5)]
     for text, says in [
         ("a,b\n1,2\n", "lacks the columns"),
         (head, "holds no rows"),
+        ("\n \n", "lacks the columns"),
+        (
+            head.replace("note", "concurrency") + "64,2048,1024,1,8\n",
+            r"has the columns \['concurrency'\] twice",
+        ),
+        (head + "64," + "x" * 999 + ",1024,1\n", r"input_tokens must be a number, got 'x{24}'\.\.\.$"),
         (head + "64,2048,many,1,x\n", "m.csv, line 2: output_tokens must be a number, got 'many'"),
         (head + "64,2048,1024\n", "m.csv, line 2: output_tokens_per_second must be a number, got ''"),
         (head + "64,2048,10.5,1,x\n", "line 2: output_tokens must be a whole number, got '10.5'"),
@@ -148,6 +157,16 @@ def test_absurd_rates_end_at_constants_that_can_be(published: list[Measurement])
     for rate in (1e-6, 1e12):
         absurd = [replace(row, output_tokens_per_second=rate) for row in published[:5]]
         assert fit(ENGINE, absurd, range(5)).constants.bandwidth_share <= 2
+        assert fit(ENGINE, absurd, range(5)).at_the_edge
+    assert not fit(ENGINE, published, range(5)).at_the_edge
+
+
+def test_a_request_that_no_cache_holds_was_not_measured(published: list[Measurement]) -> None:
+    check_requests_fit(ENGINE, published)
+    with pytest.raises(
+        ValueError, match="a request of 2,000,000 \\+ 1,000 tokens cannot be: the cache of 1 x"
+    ):
+        check_requests_fit(ENGINE, [*published, Measurement(2_000_000, 1_000, 4, 10.0)])
 
 
 def test_constants_survive_toml() -> None:

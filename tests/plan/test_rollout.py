@@ -147,3 +147,13 @@ def test_a_sequence_that_does_not_fit_is_refused() -> None:
         played(context=1e6)
     with pytest.raises(ValueError, match="at least one engine"):
         played(num_engines=0)
+
+
+@pytest.mark.parametrize("episodes", [2, 3, 8, 64, 512])
+def test_one_episode_more_is_never_cheaper_where_unfinished_ones_carry_over(episodes: int) -> None:
+    # rounding an engine's share of the episodes up to whole ones would halve the time at one a share
+    now, more = (
+        played(replace(WORK, episodes=n), num_engines=8, carry_over=True) for n in (episodes, episodes + 1)
+    )
+    assert more.seconds >= now.seconds * (1 - 1e-9)
+    assert more.batch >= now.batch

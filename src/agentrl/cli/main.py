@@ -1,5 +1,6 @@
 """The command `agentrl`: picks the subcommand, loads only that one, and turns user errors into one line."""
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -50,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"; did you mean `{nearest[0]}`?" if nearest else f"; commands are {', '.join(COMMANDS)}"
         print(f"agentrl: no command {args[0]!r}{hint}", file=sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name may hold what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return import_module(f"agentrl.cli.{args[0]}").main(args[1:])
     except KeyboardInterrupt:  # before a command has anything to save

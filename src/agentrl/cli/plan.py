@@ -72,7 +72,7 @@ def main(args: list[str]) -> int:
     if options.html is not None:
         from agentrl.cli.plan_page import as_html
 
-        options.html.write_text(as_html(answer), encoding="utf-8")
+        options.html.write_text(as_html(answer), encoding="utf-8", errors="backslashreplace")
     if options.json:
         from agentrl.cli.plan_json import as_json
 

@@ -11,6 +11,7 @@ from typing_extensions import Doc
 from agentrl.cli.plan_flags import check_flags
 from agentrl.plan.calibrate import (
     Calibration,
+    check_requests_fit,
     choose_rows,
     constants_to_toml,
     fit,
@@ -59,12 +60,19 @@ def main(args: list[str]) -> int:
     measured = read_measurements(options.measurements)
     rows = merge_repeats(measured)
     engine = _engine(options)
+    check_requests_fit(engine, rows)
     result = fit(engine, rows, choose_rows(engine, rows, min(options.rows, len(rows))), options.name)
     text = constants_to_toml(result.constants)
     if len(rows) < len(measured):
         print(f"{len(measured)} rows of {len(rows)} settings; repeats are averaged")
     print(f"{len(result.fitted)} rows fitted, {len(result.held_out)} left out\n\n{text}")
     _print_errors(engine, result)
+    if result.at_the_edge:
+        print(
+            f"{', '.join(result.at_the_edge)}: at the end of what is possible, so no engine explains these "
+            "rows; check them, --model, --gpu and --tensor-parallel",
+            file=sys.stderr,
+        )
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")
         print(f"wrote {options.output}")

@@ -58,6 +58,17 @@ class Calibration:
     held_out_errors: tuple[float, ...]  # predicted / measured - 1
 
     @property
+    def at_the_edge(self) -> tuple[str, ...]:
+        """The constants within 1 % of the end of their range: no engine there explains the rows."""
+        ranges = ranges_of(EngineConstants)
+        found = {field: getattr(self.constants, field) for field in _FIELDS}
+        return tuple(
+            field
+            for field, value in found.items()
+            if not 1.01 * ranges[field].least < value < 0.99 * ranges[field].most
+        )
+
+    @property
     def mean_error(self) -> float:
         """Mean absolute relative error on the rows left out; NaN where every row was fitted."""
         return float(np.mean(np.abs(self.held_out_errors))) if self.held_out_errors else float("nan")
@@ -78,7 +89,11 @@ def read_measurements(path: str | Path) -> list[Measurement]:
     rows: list[Measurement] = []
     no_cells: list[str] = []
     try:
-        header = [cell.strip() for cell in next(reader, no_cells)]
+        named = next((cells for cells in reader if any(cell.strip() for cell in cells)), no_cells)
+        header = [cell.strip() for cell in named]
+        twice = [column for column in _COLUMNS if header.count(column) > 1]
+        if twice:
+            raise ValueError(f"{path} has the columns {twice} twice; keep one of each")
         missing = [column for column in _COLUMNS if column not in header]
         if missing:
             raise ValueError(
@@ -102,7 +117,8 @@ def _measurement(cells: Mapping[str, str], where: str) -> Measurement:
         try:
             numbers[column] = float(text)
         except ValueError as error:
-            raise ValueError(f"{where}: {column} must be a number, got {text!r}") from error
+            shown = f"{text[:24]!r}..." if len(text) > 24 else repr(text)
+            raise ValueError(f"{where}: {column} must be a number, got {shown}") from error
         ranges_of(Measurement)[column].check(f"{where}: {column}", numbers[column])
         if column in _COLUMNS[:3] and numbers[column] % 1:
             raise ValueError(f"{where}: {column} must be a whole number, got {text!r}")
@@ -122,6 +138,19 @@ def merge_repeats(rows: Sequence[Measurement]) -> list[Measurement]:
     for row in rows:
         rates.setdefault(row.setting, []).append(row.output_tokens_per_second)
     return [Measurement(*setting, geometric_mean(found)) for setting, found in rates.items()]
+
+
+def check_requests_fit(engine: Engine, rows: Sequence[Measurement]) -> None:
+    """Raise ValueError for the first row whose request the engine's cache cannot hold, so cannot have been
+    measured."""
+    for row in rows:
+        tokens = row.input_tokens + row.output_tokens
+        if engine.max_sequences(tokens) < 1:
+            raise ValueError(
+                f"a request of {row.input_tokens:,} + {row.output_tokens:,} tokens cannot be: the cache of "
+                f"{engine.tensor_parallel} x {engine.gpu.name} holds {engine.max_sequences(tokens):.2g} of "
+                "it; check --model, --gpu, --tensor-parallel, --weight-bits, --kv-bits and --cache-tokens"
+            )
 
 
 def choose_rows(engine: Engine, rows: Sequence[Measurement], num_rows: int = 5) -> list[int]:

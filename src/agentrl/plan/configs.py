@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.plan.inputs import Range, read_text
+from agentrl.plan import architectures
+from agentrl.plan.inputs import Range, parse_text, read_text
 from agentrl.plan.models import Experts, LatentAttention, LinearAttention, ModelShape
 
 Config = Mapping[str, Any]
@@ -19,15 +20,14 @@ _UNKNOWN_PARTS = ("ssm_cfg", "ssm_state_size", "mamba_d_state", "state_size", "c
                   "linear_attn_config", "index_topk", "compress_ratios", "encoder_layers")  # fmt: skip
 _COUNT = Range(1, 1e9, "")
 _LAYERS = Range(1, 1e4, "layers")
-_WINDOWED_THROUGHOUT = ("mistral", "mixtral", "phi3")
-_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
 
 def shape_from_config(config: Config, name: str = "config.json") -> ModelShape:
     """The shape that a Hugging Face model configuration describes.
 
     Raises ValueError, naming the key, where one is missing or describes layers that the planner does not
-    know.
+    know, and for an architecture (`model_type`) that is not in
+    `architectures.KNOWN`.
 
     >>> tiny = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
     ...         "intermediate_size": 16, "vocab_size": 10}
@@ -35,11 +35,20 @@ def shape_from_config(config: Config, name: str = "config.json") -> ModelShape:
     64.0
     """
     if isinstance(config.get("text_config"), dict):  # vision models keep the language model's shape inside
-        config = {"model_type": config.get("model_type", ""), **cast(dict[str, Any], config["text_config"])}
+        outside = {key: config.get(key) for key in ("model_type", "tie_word_embeddings")}
+        config = {**outside, **cast(dict[str, Any], config["text_config"])}
+    _check_type(config, name)
     for key in _UNKNOWN_PARTS:
         if config.get(key):
             raise ValueError(f"{name}: {key!r} means layers that the planner does not know")
+    model_type = str(config["model_type"])
     num_heads = _integer(config, "num_attention_heads", name)
+    num_kv_heads = _integer(config, "num_key_value_heads", name, num_heads)
+    latent = _latent(config, name)
+    if latent is None and num_heads % num_kv_heads:
+        raise ValueError(
+            f"{name}: num_key_value_heads ({num_kv_heads}) must divide num_attention_heads ({num_heads})"
+        )
     width = _integer(config, "hidden_size", name)
     kinds = _layer_kinds(config, name)
     experts = _experts(config, len(kinds), name)
@@ -48,22 +57,38 @@ def shape_from_config(config: Config, name: str = "config.json") -> ModelShape:
         width=width,
         vocab_size=_integer(config, "vocab_size", name),
         num_heads=num_heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", name, num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=_integer(config, "head_dim", name, width // num_heads),
         num_full_layers=kinds.count("full_attention"),
         num_window_layers=kinds.count("sliding_attention"),
         window=_count(config, "sliding_window", name),
         num_linear_layers=kinds.count("linear_attention"),
         ffn_width=_count(config, "intermediate_size", name),
-        tied_head=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT)),
-        attention_gate=bool(config.get("attn_output_gate", False)),
-        latent=_latent(config, name),
+        tied_head=_yes(config, "tie_word_embeddings", name, model_type in architectures.TIED),
+        attention_gate=_yes(config, "attn_output_gate", name, model_type in architectures.GATED),
+        latent=latent,
         linear=_linear(config, name) if "linear_attention" in kinds else None,
         experts=experts,
     )
 
 
+def _check_type(config: Config, name: str) -> None:
+    model_type: object = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(
+            f"{name}: model_type must name the architecture, such as 'llama', got {model_type!r}"
+        )
+    if model_type not in architectures.KNOWN:
+        nearest = difflib.get_close_matches(model_type, architectures.KNOWN, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"{name}: the layers of model_type {model_type!r} are not known; where they are those of a known "
+            f"architecture (the nearest name is {nearest!r}), write its model_type into a copy of the file"
+        )
+
+
 def _integer(config: Config, key: str, name: str, default: int | None = None) -> int:
+    if key not in config:
+        default = architectures.LEFT_OUT.get(key, {}).get(str(config.get("model_type")), default)
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -78,12 +103,30 @@ def _count(config: Config, key: str, name: str) -> int:
     return _integer(config, key, name) if config.get(key) else 0
 
 
+def _yes(config: Config, key: str, name: str, default: bool) -> bool:
+    value: object = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: {key} must be true or false, got {value!r}")
+    return value
+
+
+def _list(config: Config, key: str, name: str) -> list[object]:
+    # empty where the key is missing or null
+    value: object = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ValueError(f"{name}: {key} must be a list, got {value!r}")
+    return cast(list[object], value)
+
+
 def _layer_kinds(config: Config, name: str) -> list[str]:
     num_layers = _integer(config, "num_hidden_layers", name)
     _LAYERS.check(f"{name}: num_hidden_layers", num_layers)
     model_type = str(config.get("model_type", ""))
-    if isinstance(config.get("layer_types"), list):
-        kinds = [str(kind) for kind in cast(list[object], config["layer_types"])]
+    if kinds := [str(kind) for kind in _list(config, "layer_types", name)]:
         unknown = sorted({*kinds} - {"full_attention", "sliding_attention", "linear_attention"})
         if unknown or len(kinds) != num_layers:
             raise ValueError(
@@ -96,9 +139,13 @@ def _layer_kinds(config: Config, name: str) -> list[str]:
         every, other = 2, "sliding_attention"
     elif model_type in ("gemma3", "gemma3_text"):
         every, other = _integer(config, "sliding_window_pattern", name, 6), "sliding_attention"
-    elif model_type in _WINDOWED_THROUGHOUT and config.get("sliding_window"):
+    elif model_type in architectures.WINDOWED_THROUGHOUT and config.get("sliding_window"):
         every, other = num_layers + 1, "sliding_attention"
-    elif config.get("use_sliding_window") and config.get("sliding_window"):
+    elif config.get("sliding_window") and _yes(
+        config, "use_sliding_window", name, model_type not in architectures.WINDOW_ON_DEMAND
+    ):
+        if "max_window_layers" not in config:
+            raise ValueError(f"{name}: layer_types must say which layers the sliding_window is for")
         first = _count(config, "max_window_layers", name)
         return ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     else:
@@ -116,16 +163,22 @@ def _experts(config: Config, num_layers: int, name: str) -> Experts | None:
     width = _count(config, "moe_intermediate_size", name) or _integer(config, "intermediate_size", name)
     first = _count(config, "first_k_dense_replace", name)
     step = _count(config, "decoder_sparse_step", name) or _count(config, "moe_layer_freq", name) or 1
-    dense: object = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise ValueError(f"{name}: mlp_only_layers must be a list, got {dense!r}")
+    dense = _list(config, "mlp_only_layers", name)
+    if not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in dense):
+        raise ValueError(f"{name}: mlp_only_layers must be numbers of layers from 0, got {dense!r}")
+    sparse = [i for i in range(first, num_layers) if i not in dense and (i + 1) % step == 0]
+    if kinds := _list(config, "mlp_layer_types", name):
+        if len(kinds) != num_layers or any(kind not in ("dense", "sparse") for kind in kinds):
+            raise ValueError(f"{name}: mlp_layer_types must be 'dense' or 'sparse' for each of its layers")
+        sparse = [i for i, kind in enumerate(kinds) if kind == "sparse"]
     shared = _count(config, "shared_expert_intermediate_size", name)
+    shared_experts = _count(config, "n_shared_experts", name) or _count(config, "num_shared_experts", name)
     return Experts(
-        num_layers=sum(i not in dense and (i + 1) % step == 0 for i in range(first, num_layers)),
+        num_layers=len(sparse),
         num_experts=num_experts,
         experts_per_token=chosen,
         width=width,
-        shared_width=shared or _count(config, "n_shared_experts", name) * width,
+        shared_width=shared or shared_experts * width,
     )
 
 
@@ -215,10 +268,7 @@ def find_model(name: str, fetch: Callable[[str], str] = fetch_config) -> ModelSh
 
 
 def _parse(text: str, name: str) -> ModelShape:
-    try:
-        config: object = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from error
+    config: object = parse_text(text, json.loads, "JSON", name)
     if not isinstance(config, dict):
         raise ValueError(f"{name} must hold a JSON object, got {type(config).__name__}")
     return shape_from_config(cast(dict[str, Any], config), name)

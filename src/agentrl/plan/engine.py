@@ -13,10 +13,10 @@ import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated
+from typing import Annotated, Any
 
 from agentrl.plan.gpus import Gpu
-from agentrl.plan.inputs import Range, check_ranges, ranges_of
+from agentrl.plan.inputs import Range, check_ranges, parse_text, ranges_of
 from agentrl.plan.models import ModelShape, check_positive
 
 _MOST_UTILIZATION = 0.95  # that engines are run at
@@ -41,6 +41,8 @@ class EngineConstants:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if not (self.name.strip() and self.name.isprintable()):
+            raise ValueError(f"an engine's name (--name) must be printable text, got {self.name!r}")
 
 
 def constants_from_toml(text: str, file: str = "the engine file") -> EngineConstants:
@@ -48,10 +50,7 @@ def constants_from_toml(text: str, file: str = "the engine file") -> EngineConst
 
     Raises ValueError, naming the file and the key, for unknown or missing keys and for wrong values.
     """
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{file} is not TOML: {error}") from error
+    values: dict[str, Any] = parse_text(text, tomllib.loads, "TOML", file)
     ranges = ranges_of(EngineConstants)
     unknown = sorted(set(values) - {"name", *ranges})
     if unknown:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.plan.inputs import Range, read_text
+from agentrl.plan.inputs import Range, parse_text, read_text
 
 _TABLE = Path(__file__).with_name("gpus.toml")
 _KEYS = {
@@ -52,12 +52,11 @@ def gpus_from_toml(text: str, file: str = "the GPU file") -> dict[str, Gpu]:
     ... source = "measured"''')["mine"].bytes_per_second
     500000000000.0
     """
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{file} is not TOML: {error}") from error
+    tables: dict[str, object] = parse_text(text, tomllib.loads, "TOML", file)
     found: dict[str, Gpu] = {}
     for name, table in tables.items():
+        if not (name.strip() and name.isprintable()):
+            raise ValueError(f"{file}: a GPU's name must be printable text, got {name!r}")
         if not isinstance(table, dict):
             raise ValueError(f"{file} holds {name!r} outside a table; write [NAME] above each GPU's figures")
         figures = cast(dict[str, Any], table)

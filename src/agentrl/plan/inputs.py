@@ -89,6 +89,23 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"{path} is not a UTF-8 text file: byte {error.start} is not text") from error
 
 
+def parse_text(text: str, loads: Callable[[str], Any], kind: str, file: str) -> Any:
+    """What `loads` makes of a file's text. ValueError, by the file's name, where it is not of that kind.
+
+    >>> import json
+    >>> parse_text("[" * 100_000, json.loads, "JSON", "config.json")
+    Traceback (most recent call last):
+    ...
+    ValueError: config.json is not JSON: it is nested too deep
+    """
+    try:
+        return loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{file} is not {kind}: it is nested too deep") from error
+    except ValueError as error:  # the decoders' own errors, and an integer of too many digits
+        raise ValueError(f"{file} is not {kind}: {error}") from error
+
+
 def _written(value: float) -> str:
     text = f"{value:g}" if isinstance(value, float) and abs(value) < 1e-2 else f"{value:,}"
     text = text.removesuffix(".0")

@@ -81,7 +81,9 @@ def play(
     prefill = prefill_tokens(workload, generation.prefix_cache) / workload.sampled
     wait = workload.wait_seconds / workload.sampled
     episodes = workload.generated_episodes / num_engines
-    slots = min(math.floor(generation.batch), math.floor(fit), max(1, math.ceil(episodes)))
+    slots = min(generation.batch, math.floor(fit), max(1, math.ceil(episodes)))
+    # without a tail, engines share what is left over: on average each has its share of the episodes in flight
+    flying = min(slots, max(1.0, episodes)) if generation.carry_over else float(slots)
     decode_seconds = engine.decode_pace(context)
     prefill_seconds = prefill * engine.prefill_seconds_per_token(context)  # beside a sampled token
 
@@ -99,21 +101,21 @@ def play(
             decoding = trial
         return step + wait
 
-    first = per_token(slots)
+    first = per_token(flying)
     sampled = episodes * workload.sampled
     if generation.carry_over:
-        seconds = sampled * first / slots
+        seconds = sampled * first / flying
     else:
         seconds = drain_seconds(workload.sampled, lengths, episodes, slots, per_token)
     return Rollout(
         seconds=seconds,
-        decode_seconds=sampled * decode_seconds(slots) / slots,
+        decode_seconds=sampled * decode_seconds(flying) / flying,
         prefill_seconds=sampled * prefill_seconds,
-        batch=slots,
-        decoding=slots * (first - wait) / first,
+        batch=flying,
+        decoding=flying * (first - wait) / first,
         context=context,
         sequences_that_fit=fit,
-        tokens_per_second=slots / first,
+        tokens_per_second=flying / first,
     )
 
 
