@@ -268,9 +268,14 @@ def padded_weights(
 ) -> Tensor:
     """The weight, float64 [B, T-1], of every entry of a padded batch; 0 where mask [B, T-1] is 0.
 
+    Raises ValueError for a mask of other values than 0 and 1, and as trajectory_weights does.
+
     >>> padded_weights(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), "sequence_mean")
     tensor([[0.2500, 0.2500],
             [0.5000, 0.0000]], dtype=torch.float64)
     """
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("mask must hold only 0 and 1: a token counts or does not")
+    mask = mask.double()  # bfloat16 counts to 256 only
     weights = trajectory_weights(mask.sum(-1), mode, norm_const, episodes=episodes, groups=groups)
-    return weights[:, None] * mask.double()
+    return weights[:, None] * mask
