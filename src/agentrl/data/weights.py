@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.data.advantages import rewards_differ
 from agentrl.data.collate import label_numbers
 from agentrl.data.lengths import Lengths, as_lengths, one_of
 from agentrl.data.trajectory import Trajectory
@@ -128,8 +129,8 @@ def _counts(trajs: Sequence[Trajectory], zero_advantage: ZeroAdvantage) -> Tenso
                 f"trajectory {i} names no group; zero_advantage='exclude' leaves out whole groups"
             )
         rewards.setdefault(t.group, set()).add(t.reward)
-    has_signal = torch.tensor([len(rewards[t.group]) > 1 for t in trajs], dtype=torch.bool)
-    return counts * has_signal
+    signal = {group: rewards_differ(each) for group, each in rewards.items()}
+    return counts * torch.tensor([signal[t.group] for t in trajs], dtype=torch.bool)
 
 
 def token_weights(
