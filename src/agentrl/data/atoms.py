@@ -119,10 +119,9 @@ def _price(cost: Cost, num_tokens: int) -> float:
     price: Any = cost(num_tokens)
     if isinstance(price, np.generic | np.ndarray | Tensor) and math.prod(price.shape) == 1:
         price = price.item()
-    is_number = isinstance(price, int | float) and not isinstance(price, bool)
-    if not is_number or not 0 < price <= sys.float_info.max:  # NaN compares false
-        raise ValueError(f"cost must be positive and finite, got cost({num_tokens}) = {price!r}")
-    return float(price)
+    if isinstance(price, int | float) and not isinstance(price, bool) and 0 < price <= sys.float_info.max:
+        return float(price)
+    raise ValueError(f"cost must be positive and finite, got cost({num_tokens}) = {price!r}")
 
 
 def whole_trees(step: Fitting, prices: Prices, max_tokens: int) -> list[Atom]:
