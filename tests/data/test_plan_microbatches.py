@@ -269,9 +269,33 @@ def test_errors() -> None:
         plan_microbatches([3], max_tokens=8, objective="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overflow"):
         plan_microbatches([3], max_tokens=8, overflow="cut")  # type: ignore[arg-type]
-    for bad in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match=r"cost\(3\)"):
+    bad_prices: list[Any] = [0.0, -1.0, math.nan, math.inf, 10**400, None, "3", 1j, True]
+    for bad in [*bad_prices, np.ones(2), torch.ones(2), torch.tensor(0.0), np.float64("nan")]:
+        with pytest.raises(ValueError, match=r"positive and finite, got cost\(3\)"):
             plan_microbatches([3], max_tokens=8, cost=lambda _, bad=bad: bad)
+    with pytest.raises(ValueError, match="more than a float holds"):
+        plan_microbatches([3, 4], max_tokens=8, cost=lambda _: 1e308)
+
+
+def test_what_fits_beside_the_longest_is_computed_there() -> None:
+    lengths = [65_536] + [300] * 2000
+    cost = attention_cost(find_model("Qwen3-8B"))
+    plan = plan_microbatches(lengths, max_tokens=CAP, num_ranks=RANKS, cost=cost)
+    # The longest and 7 full bins of 218 take one slot; what is left is shared by 8 ranks in the other.
+    best = cost(65_536) + -(-(2000 - 7 * (CAP // 300)) // RANKS) * cost(300)
+    assert plan.num_microbatches == 2
+    assert sum(map(max, zip(*plan.costs, strict=True))) <= 1.005 * best
+
+
+def test_a_cost_may_be_any_kind_of_one_number() -> None:
+    want = plan_microbatches([3, 5, 4, 4], max_tokens=9, num_ranks=2, cost=lambda n: n * n)
+    for kind in (float, np.float64, np.int32, torch.tensor, lambda n: np.array([n])):
+        got = plan_microbatches(
+            [3, 5, 4, 4], max_tokens=9, num_ranks=2, cost=lambda n, kind=kind: kind(n * n)
+        )
+        assert got == want
+    weight = torch.ones((), requires_grad=True)  # a fitted cost
+    assert plan_microbatches([3, 5, 4, 4], max_tokens=9, num_ranks=2, cost=lambda n: weight * n * n) == want
 
 
 def sequences(*texts: str) -> list[Tensor]:

@@ -2,6 +2,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.data.sequence_cost import attention_cost
 from agentrl.plan.configs import find_model
@@ -64,5 +65,8 @@ def test_errors() -> None:
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="action_share"):
             attention_cost(QWEN3_8B, action_share=share)
+    for shape in ("Qwen3-8B", None, torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=rf"find_model.*got {type(shape).__name__}"):
+            attention_cost(shape)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="hidden_size"):
         attention_cost({"model_type": "llama", "num_attention_heads": 2})

@@ -7,14 +7,17 @@ from hypothesis import strategies as st
 
 from agentrl import (
     Denominators,
+    RLConfig,
     Trajectory,
     aggregate_loss,
     collate,
+    compute_advantages,
     microbatch_weight_distortion,
     reinforce_loss,
     token_weights,
 )
 from agentrl.data.weights import MODES, padded_weights, resolve_mode, step_in_parts, trajectory_weights
+from agentrl.rollout.episode import has_signal
 
 COUNTS = torch.tensor([2, 10, 0])
 NEEDS_NORM = {"constant", "sequence_sum_norm"}
@@ -141,6 +144,14 @@ def test_groups_without_signal_can_be_left_out() -> None:
         token_weights([trajectory(1)], zero_advantage="exclude")
     with pytest.raises(ValueError, match="zero_advantage must be one of 'include', 'exclude'"):
         token_weights(trajs, zero_advantage="drop")  # type: ignore[arg-type]
+
+
+def test_rewards_that_differ_by_rounding_alone_are_no_signal() -> None:
+    trajs = [trajectory(2, reward=0.1 + 0.2, group="a"), trajectory(4, reward=0.3, group="a")]
+    assert not compute_advantages(collate(trajs, pad_id=0), RLConfig()).any()
+    assert not has_signal(trajs)  # or the step would count tokens that cannot teach it anything
+    assert Denominators.of(trajs, "exclude") == Denominators()
+    assert not torch.cat(token_weights(trajs, zero_advantage="exclude")).any()
 
 
 parts_of_a_step = st.lists(

@@ -53,6 +53,18 @@ def test_masked_entries_do_not_matter_even_when_nan() -> None:
     torch.testing.assert_close(poisoned.grad, MASK / 12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_counts_and_sums_do_not_lose_digits_in_low_precision(dtype: torch.dtype) -> None:
+    per_token = torch.ones(3, 5001, dtype=dtype)
+    mask = torch.ones(3, 5001, dtype=dtype)  # bfloat16 has no 5,001
+    for mode in ("token_mean", "sequence_mean"):
+        got = aggregate_loss(per_token, mask, mode)
+        assert got.dtype == torch.float32
+        assert got.item() == pytest.approx(1.0, rel=1e-6)
+    large = aggregate_loss(per_token * 30, mask, "token_sum")  # float16 ends at 65,504
+    assert large.item() == pytest.approx(30 * 15003, rel=1e-6)
+
+
 def test_all_masked_is_an_empty_sum() -> None:
     assert aggregate_loss(PER_TOKEN, torch.zeros_like(MASK), "sequence_mean").item() == 0
 
@@ -91,5 +103,9 @@ def test_k3_is_unbiased_and_not_negative() -> None:
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="share one shape"):
         aggregate_loss(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="must hold only 0 and 1"):
+        aggregate_loss(torch.zeros(2, 3), torch.full((2, 3), 0.5))
+    with pytest.raises(ValueError, match="floating-point"):
+        aggregate_loss(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3))
     with pytest.raises(ValueError, match="advantages must have shape"):
         reinforce_loss(torch.zeros(2, 3), torch.zeros(3), torch.ones(2, 3))

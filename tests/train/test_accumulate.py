@@ -371,7 +371,7 @@ def test_the_fused_loss_reports_the_same_figures_in_float32() -> None:
 
 def test_a_loss_that_is_a_mean_is_refused() -> None:
     trajs, advantages = make_step(6, seed=1)
-    cfg = replace(config("token_mean", "packed"), entropy_coef=0.0)
+    cfg = replace(config("token_mean", "packed"), entropy_coef=0.0, kl_coef=0.0)
     plan = split(6, 2, 1, seed=0)
 
     def plain(scores: TokenScores, targets: TokenTargets) -> Tensor:
@@ -393,7 +393,7 @@ def test_a_loss_that_is_a_mean_is_refused() -> None:
     with step_in_parts(), pytest.raises(ValueError, match="mean over a part"):
         token_weights(trajs)
     model = copy.deepcopy(MODEL)
-    accumulate(model, trajs, advantages, cfg, plan, token_loss=plain)  # REINFORCE, without a reference
+    accumulate(model, trajs, advantages, cfg, plan, token_loss=plain)  # REINFORCE
     twin = copy.deepcopy(MODEL)
     batch = collate(trajs, pad_id=0)
     logp = sequence_log_probs(twin, batch["ids"], cfg.temperature)
@@ -403,13 +403,46 @@ def test_a_loss_that_is_a_mean_is_refused() -> None:
 
 def test_plans_that_do_not_hold_the_step_are_refused() -> None:
     trajs, advantages = make_step(6, seed=1)
-    cfg = config("token_mean", "packed")
+    cfg = replace(config("token_mean", "packed"), kl_coef=0.0)
+    whole = [0, 1, 2, 3, 4, 5]
+    weights = token_weights(trajs)
     for ranks, message in (
         ([[[0, 1, 2, 3, 4]]], "stand in no microbatch"),
-        ([[[0, 1, 2, 3, 4, 5, 0]]], "more than once"),
+        ([[[*whole, 0]]], "more than once"),
+        ([[[*whole, 6]]], "holds trajectory 6, but there are 6"),
+        ([[[-1, *whole]]], "holds trajectory -1"),
+        ([[[0, 1, 2]], [[3, 4, 5], []]], "between 1 and 2 microbatches"),
+        ([], "one of the plan's 0"),
     ):
         with pytest.raises(ValueError, match=message):
             accumulate(copy.deepcopy(MODEL), trajs, advantages, cfg, DealtPlan(ranks))
+        if "no microbatch" not in message:  # with weights of the whole step, a plan may hold a part of it
+            with pytest.raises(ValueError, match=message):
+                accumulate(copy.deepcopy(MODEL), trajs, advantages, cfg, DealtPlan(ranks), weights=weights)
+
+
+def test_what_would_silently_change_the_gradient_is_refused() -> None:
+    trajs, advantages = make_step(6, seed=1)
+    cfg = config("token_mean", "packed")
+    plain = replace(cfg, kl_coef=0.0)
+    plan = DealtPlan([[[0, 1, 2, 3, 4, 5]]])
+    weights = token_weights(trajs)
+    short = [weight[:1] for weight in weights]
+    unknown = [weight * torch.nan for weight in weights]
+    for settings_, arguments, message in (
+        (cfg, {}, "needs a ref_model"),
+        (plain, {"rank": 1}, "rank must be one of the plan's 1"),
+        (plain, {"rank": -1}, "rank must be one of the plan's 1"),
+        (plain, {"num_ranks": 0}, "num_ranks must be a positive whole number"),
+        (plain, {"num_ranks": -1}, "num_ranks must be a positive whole number"),
+        (plain, {"weights": [*weights, weights[0]]}, "weights must hold a tensor a trajectory, 6; got 7"),
+        (plain, {"entropy_weights": weights[:5]}, "entropy_weights must hold a tensor a trajectory"),
+        (plain, {"kl_weights": short}, "kl_weights of trajectory 0 must have shape"),
+        (plain, {"weights": unknown}, "weights must be finite at action tokens"),
+        (plain, {"token_loss": lambda scores, targets: 0.0}, "one number a token, got float"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accumulate(copy.deepcopy(MODEL), trajs, advantages, settings_, plan, **arguments)
 
 
 def test_a_trajectory_beyond_the_budget_is_refused() -> None:
@@ -426,7 +459,8 @@ def test_a_dummy_touches_every_gradient_and_adds_nothing() -> None:
     for packing in ("packed", "tree", "padded"):
         model = copy.deepcopy(MODEL)
         plan = DealtPlan([[[0, 1, 2]], [[]]])
-        metrics = accumulate(model, trajs, advantages, config("grpo", packing), plan, rank=1)
+        cfg = config("grpo", packing)
+        metrics = accumulate(model, trajs, advantages, cfg, plan, rank=1, reference=REFERENCE)
         assert not gradients(model).any()
         assert metrics.entropy == Mean()
 

@@ -147,6 +147,8 @@ def test_errors() -> None:
         suggest_max_tokens(policy, longest=1, limit_bytes=10**9)
     with pytest.raises(ValueError, match="at_most"):
         suggest_max_tokens(policy, longest=9, limit_bytes=10**9, at_most=8)
+    with pytest.raises(ValueError, match="reserved_bytes must be at least 0"):
+        suggest_max_tokens(policy, longest=9, limit_bytes=10**9, reserved_bytes=-1)
     with pytest.raises(ValueError, match="tolerance"):
         suggest_max_tokens(policy, longest=9, limit_bytes=10**9, tolerance=0)
     policy(torch.tensor([[1, 2]])).sum().backward()

@@ -2,7 +2,7 @@
 
 # B trajectories, E episodes, G groups
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -19,6 +19,15 @@ class AdvantageConfig(Protocol):
     def group_size(self) -> int: ...  # trajectories a group, where the batch carries no group labels
     @property
     def advantage(self) -> str: ...  # one of ADVANTAGES
+
+
+def rewards_differ(rewards: Iterable[float]) -> bool:
+    """Whether the rewards of a group differ, in float32, so that their advantages are not all zero.
+
+    >>> rewards_differ([0.0, 1.0]), rewards_differ([0.1 + 0.2, 0.3])
+    (True, False)
+    """
+    return torch.tensor(list(rewards), dtype=torch.float32).unique().numel() > 1
 
 
 def group_labels(batch: Mapping[str, Tensor], group_size: int) -> Tensor:

@@ -3,11 +3,14 @@
 # B sequences, N atoms
 
 import math
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from agentrl.data.bins import Overflow, min_bins
 from agentrl.data.prefix_tree import PrefixForest, split_tree
@@ -88,11 +91,7 @@ class Prices:
     def __init__(self, cost: Cost, step: Fitting) -> None:
         trees = [step.forest, *step.solo]
         needed = np.unique(np.concatenate([[0], step.forest.shared, *(tree.lengths for tree in trees)]))
-        prices = np.array([0.0] + [cost(n) for n in needed[1:].tolist()], dtype=np.float64)
-        wrong = ~(np.isfinite(prices[1:]) & (prices[1:] > 0))
-        if wrong.any():
-            at = 1 + int(np.argmax(wrong))
-            raise ValueError(f"cost must be positive and finite, got cost({needed[at]}) = {prices[at]}")
+        prices = np.array([0.0] + [_price(cost, n) for n in needed[1:].tolist()])
         if step.has_sharing and (np.diff(prices) < 0).any():
             at = int(np.argmax(np.diff(prices) < 0))
             raise ValueError(
@@ -100,6 +99,10 @@ class Prices:
                 f"cost({needed[at]}) = {prices[at]} and cost({needed[at + 1]}) = {prices[at + 1]}"
             )
         self._lengths, self._prices = needed, prices
+        with np.errstate(over="ignore"):
+            total = sum(float(self.per_sequence(tree).sum()) for tree in trees)
+        if not math.isfinite(total):
+            raise ValueError("costs add up to more than a float holds; give them in a larger unit")
 
     def per_sequence(self, forest: PrefixForest) -> NDArray[np.float64]:
         """What each sequence [B] adds to the cost of the one before it."""
@@ -109,6 +112,16 @@ class Prices:
     def __call__(self, tree: PrefixForest) -> float:
         """The cost of a tree or forest."""
         return math.fsum(self.per_sequence(tree))
+
+
+def _price(cost: Cost, num_tokens: int) -> float:
+    """What cost gives for a length, as a float; ValueError where that is not one positive finite number."""
+    price: Any = cost(num_tokens)
+    if isinstance(price, np.generic | np.ndarray | Tensor) and math.prod(price.shape) == 1:
+        price = price.item()
+    if isinstance(price, int | float) and not isinstance(price, bool) and 0 < price <= sys.float_info.max:
+        return float(price)
+    raise ValueError(f"cost must be positive and finite, got cost({num_tokens}) = {price!r}")
 
 
 def whole_trees(step: Fitting, prices: Prices, max_tokens: int) -> list[Atom]:

@@ -19,6 +19,7 @@ _PER_LANE = 4  # exchanges within a slot, at most, for each of its lanes
 _WORK = 500_000  # pairs of atoms that are looked at, over all bins, after the exchanges within each slot
 _WORK_EACH = 1500  # pairs that take as long as an exchange takes otherwise
 _PAIRS = 1 << 15  # pairs of atoms that one exchange is chosen from, at most
+_NO_ROOM = 1 << 60  # above any load
 _NEGLIGIBLE = 1 << 14  # a group whose slowest lane exceeds the mean by less than 1 part in this is done
 
 
@@ -35,14 +36,18 @@ def balanced_ranks(
     """Atoms by rank and slot, costliest slot first; no bin is empty while another holds two.
 
     sizes [N] are tokens, at most `capacity`; costs [N] positive whole numbers with a sum below 2**49;
-    `packed` bins that are known to fit, at most K of them. Starting from the best of three packings, bins of
-    like cost form a slot, and atoms are exchanged while that shortens the time that all ranks take.
+    `packed` bins that are known to fit, at most K of them. Starting from the best of several packings, bins
+    of like cost form a slot, and atoms are exchanged while that shortens the time that all ranks take.
     """
     num_bins = num_ranks * num_slots
     starts = [_opened(packed, num_bins, costs)]
     for keys in (sizes, costs):
         if (bins := _longest_first(keys, sizes, capacity, num_bins)) is not None:
             starts.append(bins)
+    if objective == "lockstep":
+        bins = _beside_the_costliest(sizes, costs, capacity, num_ranks, num_slots)
+        if bins is not None:
+            starts.append(_opened(bins, num_bins, costs))
     bin_of = min((_slotted(bins, costs, num_ranks) for bins in starts), key=lambda way: way[0])[1]
 
     lanes = np.arange(num_bins)
@@ -93,6 +98,34 @@ def _longest_first(keys: Ints, sizes: Ints, capacity: int, num_bins: int) -> lis
         load[b] += key
         heapreplace(awake, (load[b], b))
     return bins
+
+
+def _beside_the_costliest(
+    sizes: Ints, costs: Ints, capacity: int, num_ranks: int, num_slots: int
+) -> list[list[int]] | None:
+    """Each atom, costliest first, where it makes its slot last least longer; None where a bin lacks room.
+
+    So what fits beside a long sequence, whose slot lasts as long anyway, is computed there. Of bins that are
+    equal in this the one with the least cost so far takes the atom. Empty bins are left out.
+    """
+    load = np.zeros((num_slots, num_ranks), dtype=np.int64)
+    room = np.full((num_slots, num_ranks), capacity, dtype=np.int64)
+    slowest = np.zeros((num_slots, 1), dtype=np.int64)
+    bins: list[list[int]] = [[] for _ in range(load.size)]
+    order = np.argsort(-costs, kind="stable")
+    for index, size, cost in zip(order.tolist(), sizes[order].tolist(), costs[order].tolist(), strict=True):
+        longer = np.maximum(load + (cost - slowest), 0)
+        longer[room < size] = _NO_ROOM
+        least = longer.min()
+        if least == _NO_ROOM:
+            return None
+        at = int(np.where(longer == least, load, _NO_ROOM).argmin())
+        slot, rank = divmod(at, num_ranks)
+        bins[at].append(index)
+        room[slot, rank] -= size
+        load[slot, rank] += cost
+        slowest[slot, 0] = max(slowest[slot, 0], load[slot, rank])
+    return [members for members in bins if members]
 
 
 def _opened(packed: list[list[int]], num_bins: int, costs: Ints) -> list[list[int]]:

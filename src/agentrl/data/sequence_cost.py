@@ -26,7 +26,8 @@ def attention_cost(shape: ModelShape | Mapping[str, Any] | ModelConfig, *, actio
     w n - w^2 / 2 in a layer that sees a window of w < n. `shape` is a ModelShape, a mapping like a
     `config.json`, or a transformers configuration; linear-attention layers cost the same for every token.
 
-    Raises ValueError for an action_share outside [0, 1], or a configuration with layers of unknown cost.
+    Raises ValueError for an action_share outside [0, 1], a shape that is none of these, or a configuration
+    with layers of unknown cost.
 
     >>> from agentrl.plan.configs import find_model
     >>> cost = attention_cost(find_model("Qwen3-8B"))  # attention costs as much as all matrices at 51,324
@@ -39,8 +40,13 @@ def attention_cost(shape: ModelShape | Mapping[str, Any] | ModelConfig, *, actio
         known = shape
     elif isinstance(shape, Mapping):
         known = shape_from_config(shape)
-    else:
+    elif hasattr(shape, "to_dict"):
         known = shape_from_config(shape.to_dict())
+    else:
+        raise ValueError(
+            "shape must be a ModelShape (of a known model: agentrl.plan.configs.find_model(name)), a mapping "
+            f"like a config.json, or a transformers configuration (model.config); got {type(shape).__name__}"
+        )
     matrices = 2.0 * (known.active_parameters - (1 - action_share) * known.head_parameters)
 
     def cost(num_tokens: int) -> float:

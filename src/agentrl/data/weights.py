@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.data.advantages import rewards_differ
 from agentrl.data.collate import label_numbers
 from agentrl.data.lengths import Lengths, as_lengths, one_of
 from agentrl.data.trajectory import Trajectory
@@ -128,8 +129,8 @@ def _counts(trajs: Sequence[Trajectory], zero_advantage: ZeroAdvantage) -> Tenso
                 f"trajectory {i} names no group; zero_advantage='exclude' leaves out whole groups"
             )
         rewards.setdefault(t.group, set()).add(t.reward)
-    has_signal = torch.tensor([len(rewards[t.group]) > 1 for t in trajs], dtype=torch.bool)
-    return counts * has_signal
+    signal = {group: rewards_differ(each) for group, each in rewards.items()}
+    return counts * torch.tensor([signal[t.group] for t in trajs], dtype=torch.bool)
 
 
 def token_weights(
@@ -268,9 +269,14 @@ def padded_weights(
 ) -> Tensor:
     """The weight, float64 [B, T-1], of every entry of a padded batch; 0 where mask [B, T-1] is 0.
 
+    Raises ValueError for a mask of other values than 0 and 1, and as trajectory_weights does.
+
     >>> padded_weights(torch.tensor([[1.0, 1.0], [1.0, 0.0]]), "sequence_mean")
     tensor([[0.2500, 0.2500],
             [0.5000, 0.0000]], dtype=torch.float64)
     """
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("mask must hold only 0 and 1: a token counts or does not")
+    mask = mask.double()  # bfloat16 counts to 256 only
     weights = trajectory_weights(mask.sum(-1), mode, norm_const, episodes=episodes, groups=groups)
-    return weights[:, None] * mask.double()
+    return weights[:, None] * mask

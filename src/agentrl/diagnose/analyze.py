@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.data.advantages import rewards_differ
 from agentrl.data.trajectory import Trajectory
 from agentrl.diagnose.census import NUM_QUARTERS, Census
 from agentrl.diagnose.waste import Finding, logits, microbatches, positions, rows, trajectories
@@ -101,7 +102,7 @@ def _groups(census: Census) -> list[Finding]:
     groups = list(census.group_rewards())
     rewards = np.concatenate(groups)
     middle = (rewards.min() + rewards.max()) / 2 if rewards.max() > rewards.min() else 0.0
-    flat = [group for group in groups if group.min() == group.max()]
+    flat = [group for group in groups if not rewards_differ(group)]
     passed = sum(group[0] > middle for group in flat)
     alone = sum(group.size == 1 for group in groups)
     wasted = sum(group.size for group in flat)
@@ -228,7 +229,7 @@ def _cost(census: Census, plan: Plan) -> list[Finding]:
 def workload_of(census: Census, base: Workload) -> Workload:
     """The workload `base` with the shape of the counted episodes: tokens, actions, prompt, turns, signal."""
     groups = list(census.group_rewards())
-    flat = sum(group.size for group in groups if group.min() == group.max())
+    flat = sum(group.size for group in groups if not rewards_differ(group))
     episodes = sum(group.size for group in groups)
     recorded = census.num_without_reward == 0
     return replace(

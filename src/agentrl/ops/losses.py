@@ -48,9 +48,10 @@ def aggregate_loss(
     """The scalar (weights * per_token).sum() of a padded batch that is one whole optimizer step.
 
     per_token and mask are [B, T-1]; entries where mask is 0 do not matter, whatever they hold. The modes
-    and their weights are those of `trajectory_weights`. A part of an optimizer step must not be reduced with
-    this: its denominators would be its own. Raises ValueError for shapes that differ, and as
-    trajectory_weights does.
+    and their weights are those of `trajectory_weights`. The sum and its result are float32 at least, whatever
+    the dtype of per_token. A part of an optimizer step must not be reduced with this: its denominators would
+    be its own. Raises ValueError for shapes that differ, a mask of other values than 0 and 1, a per_token of
+    whole numbers, and as trajectory_weights does.
 
     >>> per_token, mask = torch.tensor([[5.0, 5.0], [1.0, 9.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     >>> aggregate_loss(per_token, mask, "sequence_mean")
@@ -61,8 +62,11 @@ def aggregate_loss(
             "per_token and mask must share one shape [B, T-1], "
             f"got {tuple(per_token.shape)} and {tuple(mask.shape)}"
         )
+    if not per_token.is_floating_point():
+        raise ValueError(f"per_token must be of a floating-point dtype, got {per_token.dtype}")
     weights = padded_weights(mask, mode, norm_const, episodes=episodes, groups=groups)
-    return (weights.to(per_token.dtype) * per_token.masked_fill(mask == 0, 0.0)).sum()
+    wide = torch.promote_types(per_token.dtype, torch.float32)
+    return (weights.to(wide) * per_token.to(wide).masked_fill(mask == 0, 0.0)).sum()
 
 
 def reinforce_loss(

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from agentrl.data.advantages import rewards_differ
 from agentrl.data.trajectory import Trajectory
 from agentrl.models.policy import Policy
 from agentrl.rollout.decode import DecodeStats, Stream, decode, threads_for, uniforms
@@ -248,4 +249,4 @@ def broke(traj: Trajectory) -> bool:
 
 def has_signal(group: Sequence[Trajectory]) -> bool:
     """Whether a group's rewards differ, so that its advantages are not all zero."""
-    return any(traj.reward != group[0].reward for traj in group)
+    return rewards_differ(traj.reward for traj in group)

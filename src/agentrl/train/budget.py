@@ -63,6 +63,8 @@ def suggest_max_tokens(
         raise ValueError(f"need 2 <= longest <= at_most, got longest={longest} and at_most={at_most}")
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}")
+    if reserved_bytes < 0:
+        raise ValueError(f"reserved_bytes must be at least 0, got {reserved_bytes!r}")
     if any(p.grad is not None for p in policy.module.parameters()):
         raise ValueError("the policy has gradients, which the measurement would add to; zero them first")
     probe = _Probe(policy, step or partial(_packed_step, policy), longest)

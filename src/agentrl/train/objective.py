@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,7 +80,12 @@ def custom_loss(scores: TokenScores, targets: TokenTargets, cfg: RLConfig, token
     Raises ValueError where token_loss does not give one number a token.
     """
     with step_in_parts():
-        per_token = token_loss(scores, targets)
+        per_token: Any = token_loss(scores, targets)
+    if not isinstance(per_token, Tensor):
+        raise ValueError(
+            f"the loss must be a tensor of one number a token, got {type(per_token).__name__}: return the "
+            "tokens' losses"
+        )
     if per_token.shape != scores.logp.shape:
         raise ValueError(
             f"the loss must be one number a token, of shape {tuple(scores.logp.shape)}, got "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from agentrl.data.lengths import positive_whole
 from agentrl.data.trajectory import Trajectory
 from agentrl.data.weights import microbatch_weight_distortion, token_weights
 from agentrl.models.policy import Policy
@@ -63,8 +64,9 @@ def accumulate(
 
     Returns the rank's part of the metrics: adding those of all ranks gives the step's. `distortion` is the
     largest factor by which means over the plan's microbatches would have changed a token's weight.
-    Raises ValueError for inputs that do not fit, a plan that lacks or repeats a trajectory with action tokens
-    (without `weights`), and a token_loss that is a mean.
+    Raises ValueError for inputs that do not fit, a plan that lacks a trajectory with action tokens (without
+    `weights`) or repeats one, has no such rank or not the same number of slots on each, a KL term without a
+    reference, and a token_loss that is a mean.
 
     >>> from agentrl.models.tiny import TinyAgent, TinyConfig
     >>> trajs = [Trajectory(torch.tensor([1, 2, 3]), torch.ones(2), -torch.ones(2), 0.0) for _ in range(3)]
@@ -77,10 +79,12 @@ def accumulate(
     1.5
     """
     _check_step(trajs, advantages)
+    _check_reference(cfg, reference)
+    _check_plan(trajs, plan, rank, is_whole=weights is None)
+    num_ranks = positive_whole("num_ranks", len(plan.ranks) if num_ranks is None else num_ranks)
+    _check_weights(trajs, weights=weights, kl_weights=kl_weights, entropy_weights=entropy_weights)
     if weights is None:
-        _check_whole(trajs, plan)
         weights = token_weights(trajs, cfg.loss_mode, norm_const=cfg.norm_const)
-    num_ranks = len(plan.ranks) if num_ranks is None else num_ranks
     per_token = {
         "old_logp": [t.sample_logp for t in trajs],
         "advantages": [a.expand(t.num_tokens - 1) for a, t in zip(advantages.cpu(), trajs, strict=True)],
@@ -158,11 +162,53 @@ def _check_step(trajs: Sequence[Trajectory], advantages: Tensor) -> None:
         )
 
 
-def _check_whole(trajs: Sequence[Trajectory], plan: Plan) -> None:
-    """The plan holds what the denominators count, or the step would not be the one they belong to."""
+def _check_reference(cfg: RLConfig, reference: Policy | None) -> None:
+    if cfg.kl_coef > 0 and reference is None:
+        raise ValueError(
+            f"kl_coef={cfg.kl_coef} needs a ref_model (of accumulate: reference) to measure the divergence "
+            "from, got None"
+        )
+
+
+def _check_weights(trajs: Sequence[Trajectory], **named: Sequence[Tensor] | None) -> None:
+    """Weights that are given fit the trajectories: a number a predicted token, finite at actions."""
+    for name, weights in named.items():
+        if weights is None:
+            continue
+        if len(weights) != len(trajs):
+            raise ValueError(f"{name} must hold a tensor a trajectory, {len(trajs)}; got {len(weights)}")
+        for i, (weight, traj) in enumerate(zip(weights, trajs, strict=True)):
+            if weight.shape != traj.action_mask.shape:
+                raise ValueError(
+                    f"{name} of trajectory {i} must have shape {tuple(traj.action_mask.shape)}, "
+                    f"got {tuple(weight.shape)}"
+                )
+            if not bool(weight[traj.action_mask == 1].isfinite().all()):
+                raise ValueError(f"{name} must be finite at action tokens; those of trajectory {i} are not")
+
+
+def _check_plan(trajs: Sequence[Trajectory], plan: Plan, rank: int, *, is_whole: bool) -> None:
+    """Every rank meets the others in every slot, and no trajectory counts twice.
+
+    Where the plan `is_whole`, it holds what the denominators count, or the step would not be the one they
+    belong to.
+    """
+    if not 0 <= rank < len(plan.ranks):
+        raise ValueError(f"rank must be one of the plan's {len(plan.ranks)}, from 0; got {rank}")
+    num_slots = sorted({len(slots) for slots in plan.ranks})
+    if len(num_slots) > 1:
+        raise ValueError(
+            f"the plan gives ranks between {num_slots[0]} and {num_slots[-1]} microbatches: some would wait "
+            "for others forever; give each as many, empty ones where there is nothing left"
+        )
     planned = sorted(i for slots in plan.ranks for slot in slots for i in slot)
+    if planned and not 0 <= planned[0] <= planned[-1] < len(trajs):
+        wrong = planned[0] if planned[0] < 0 else planned[-1]
+        raise ValueError(f"the plan holds trajectory {wrong}, but there are {len(trajs)}, from 0")
     if len(set(planned)) != len(planned):
         raise ValueError("the plan holds a trajectory more than once")
+    if not is_whole:
+        return
     missing = {i for i, t in enumerate(trajs) if t.num_actions}.difference(planned)
     if missing:
         raise ValueError(
@@ -214,8 +260,7 @@ def update_policy(
     that are not finite, a KL term without a reference, and a loss or gradient that is not finite.
     """
     _check_step(trajs, advantages)
-    if cfg.kl_coef > 0 and reference is None:
-        raise ValueError(f"kl_coef={cfg.kl_coef} needs a ref_model to measure the divergence from, got None")
+    _check_reference(cfg, reference)
     learning = torch.tensor([i for i, t in enumerate(trajs) if t.num_actions])
     metrics = UpdateMetrics()
     optimizer.zero_grad(set_to_none=True)
