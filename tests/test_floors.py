@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer",
-                "rewrites", "programs", "demonstrations")),
+                "rewrites", "programs", "demonstrations", "instructions")),
     "curriculum": (0, ("pass_rate", "rules", "table", "evidence", "sampler", "presets")),
     "plan": (
         0,
@@ -32,8 +32,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "models": (
         3,
-        ("policy", "tiny", "shape", "hf_cache", "hf_attention", "hf_probe", "hf", "hf_tokenizer", "load",
-         "scoring", "reference"),
+        ("policy", "tiny", "shape", "hf_cache", "hf_attention", "hf_probe", "hf", "hf_turns", "hf_tokenizer",
+         "load", "scoring", "reference"),
     ),
     "rollout": (4, ("decode", "episode")),
     "train": (

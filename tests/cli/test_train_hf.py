@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from agentrl.cli.main import main
+from agentrl.gym.instructions import INSTRUCTIONS
 from agentrl.gym.tasks import make_tasks
+from agentrl.train.config import RunConfig
 from agentrl.train.run import RunDirectory, load_policy
 from agentrl.train.start import load_tokenizer
 
@@ -22,7 +24,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 SMALL = [
     "--steps", "2", "--eval-samples", "1", "--group-size", "4", "--prompts-per-step", "2",
-    "--max-tokens", "48", "--max-turns", "2", "--checkpoint-every", "1",
+    "--max-tokens", "48", "--max-turns", "2", "--checkpoint-every", "1", "--instructions", "Fix it.",
 ]  # fmt: skip
 
 
@@ -114,6 +116,65 @@ def test_a_folder_is_trained_evaluated_and_resumed(
     assert f"the run started from {folder}; leave --model out" in capsys.readouterr().err
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_chat_template_frames_every_episode_of_a_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    flags = ["--model", str(model), *SMALL, "--max-tokens", "64", "--max-turns", "1"]
+    assert main(["train", "--run-dir", str(once), *flags]) == 0
+    config = RunDirectory(once).load_config()
+    assert (config.instructions, config.chat_template) == ("Fix it.", True)
+    tok = load_tokenizer(config)
+    prompt = tok.encode_prompt("fix clamp\n")  # type: ignore[attr-defined]
+    asked = [{"role": "user", "content": "Fix it.\n\nfix clamp\n"}]
+    assert prompt == tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    capsys.readouterr()
+    assert main(["eval", str(once), "--json"]) == 0
+    after = RunDirectory(once).load_summary()["after"]
+    assert json.loads(capsys.readouterr().out)["mean_tokens"] == after["mean_tokens"]
+    assert after["mean_tokens"] > min(
+        len(tok.encode_prompt(f"fix {task.name}\n"))  # type: ignore[attr-defined]
+        for task in make_tasks("heldout")
+    )
+
+    assert main(["train", "--run-dir", str(twice), *flags, "--steps", "1"]) == 0
+    for name, flag in (
+        ("instructions", ["--instructions", "Go."]),
+        ("chat-template", ["--no-chat-template"]),
+    ):
+        assert main(["train", "--resume", str(twice), *flag]) == 2
+        assert f"started with another --{name}, which cannot change" in capsys.readouterr().err
+    assert main(["train", "--resume", str(twice), "--steps", "2"]) == 0
+    assert records(twice) == records(once)
+    assert any(record["updated"] for record in records(once))
+
+
+def test_the_instructions_are_the_gym_s_unless_a_run_says_otherwise(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert RunConfig().instructions is None
+    assert RunConfig(model="m").instructions == INSTRUCTIONS
+    assert RunConfig(model="m", instructions="").instructions == ""
+    flags = ["--run-dir", str(tmp_path / "run"), *SMALL[:-2]]
+    assert main(["train", "--model", str(folder), *flags]) == 2
+    said = capsys.readouterr().err
+    assert "but an episode holds 48" in said
+    assert "raise max_tokens, or shorten the prompt and the instructions before it" in said
+    assert main(["train", *flags, "--instructions", "Fix it."]) == 2
+    assert "instructions must be left out without --model" in capsys.readouterr().err
+
+
 def on_two_ranks(args: list[str]) -> list[int]:
     """The command in two processes, as torchrun starts them; their exit statuses."""
     with socket.socket() as free:
@@ -163,7 +224,7 @@ def test_bfloat16_recomputation_and_a_reference_on_two_ranks(folder: Path, tmp_p
 
 
 def test_the_tokenizer_adds_nothing_and_text_cannot_forge_its_end(folder: Path) -> None:
-    tok = load_tokenizer(str(folder))
+    tok = load_tokenizer(RunConfig(model=str(folder)))
     assert (tok.pad_id, tok.end_id) == (0, 1)
     for text in ("edit 2     return x\n", "fix clamp\n", "", "a <end> b"):
         ids = tok.encode(text)

@@ -53,7 +53,7 @@ def main(args: list[str]) -> int:
     torch.set_num_threads(config.threads)
     model, step = load_policy(run, options.step)
     model.module.to(torch.device(config.device))
-    tok = load_tokenizer(config.model)
+    tok = load_tokenizer(config)
     samples = config.eval_samples if options.samples is None else options.samples
     figures = evaluate(model, make_tasks(options.split), tok, samples, cfg=cfg)
     if options.json:

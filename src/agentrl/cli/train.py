@@ -42,7 +42,7 @@ class Options:
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Directory of the new run. Default: runs/ and the time."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    """Directory of a run to continue; it keeps its settings, flags override those outside [rl]."""
+    """Directory of a run to continue; it keeps its model and [rl], flags override its other settings."""
 
 
 def parse(args: list[str]) -> Options:
@@ -70,6 +70,10 @@ def parse(args: list[str]) -> Options:
     model = resolve_model(options.run.model)
     if options.resume is not None and model != config.model:
         raise ValueError(f"the run started from {config.model or 'the TinyAgent'}; leave --model out")
+    for name in ("instructions", "chat_template"):
+        if options.resume is not None and getattr(options.run, name) != getattr(config, name):
+            flag = name.replace("_", "-")
+            raise ValueError(f"the run started with another --{flag}, which cannot change; leave it out")
     return replace(options, run=replace(options.run, model=model))
 
 
@@ -249,7 +253,7 @@ def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
     display.phase("preparing the supervised base" if config.model is None else f"loading {config.model}")
 
     def start() -> tuple[Policy, TextTokenizer]:
-        tok = load_tokenizer(config.model)
+        tok = load_tokenizer(config)
         return load_start(config.model, tok, on_step=display.base), tok
 
     # Made or fetched on the first rank, then read from its cache by the others.

@@ -3,7 +3,7 @@
 import itertools
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -43,6 +43,14 @@ class TextTokenizer(Protocol):
     def __len__(self) -> int: ...
 
 
+@runtime_checkable
+class TurnTokenizer(Protocol):
+    """A tokenizer that puts tokens of its own, such as a chat template's, around what an environment says."""
+
+    def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_observation(self, text: str) -> list[int]: ...
+
+
 class SamplingConfig(Protocol):
     """The part of a configuration that sampling reads."""
 
@@ -72,6 +80,9 @@ class EpisodePlayer:
         self.num_turns = 0
         self.error: str | None = None
         self._env, self._task, self._tok, self._max_tokens = env, task, tok, max_tokens
+        has_turns = isinstance(tok, TurnTokenizer)
+        self._encode_prompt = tok.encode_prompt if has_turns else tok.encode
+        self._encode_observation = tok.encode_observation if has_turns else tok.encode
 
     def open(self) -> None:
         """Force the prompt. Raises ValueError where it leaves no room for an action."""
@@ -80,12 +91,12 @@ class EpisodePlayer:
         except Exception as error:  # an environment may raise anything: a lost connection, a bug of its own
             self._end_broken(error)
             return
-        prompt = self._tok.encode(text)
+        prompt = self._encode_prompt(text)
         if not 0 < len(prompt) < self._max_tokens:
             raise ValueError(
                 f"the prompt of task {self._task.name!r} has {len(prompt)} tokens but an episode holds "
                 f"{self._max_tokens}; it must have at least one and leave room for an action: raise "
-                "max_tokens"
+                "max_tokens, or shorten the prompt and the instructions before it"
             )
         self.stream.force(prompt)
 
@@ -101,7 +112,7 @@ class EpisodePlayer:
             self.reward = float(reward)
             self.finish = "done"
             return False
-        tokens = self._tok.encode(observation)
+        tokens = self._encode_observation(observation)
         if len(self.stream.ids) + len(tokens) >= self._max_tokens:
             return False
         self.stream.force(tokens)

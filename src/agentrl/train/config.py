@@ -19,6 +19,7 @@ from agentrl.curriculum.rules import RULES
 from agentrl.curriculum.sampler import RuleName
 from agentrl.data.advantages import ADVANTAGES
 from agentrl.data.weights import check_mode
+from agentrl.gym.instructions import INSTRUCTIONS
 
 # How the trajectories of a microbatch become rows; see train/rows.
 Packing = Literal["packed", "tree", "padded"]
@@ -137,6 +138,10 @@ class RunConfig:
     """What determines a run's learning; fixed when it starts."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None
     """Hugging Face causal LM to start from: a folder, or OWNER/NAME on the hub. Default: a TinyAgent."""
+    instructions: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
+    """What --model reads before every task; "" is nothing. Default: the task and its actions."""
+    chat_template: bool = True
+    """Frame turns with the chat template of --model, if it has one."""
     steps: int = 60
     """Training steps."""
     curriculum: RuleName = "top"
@@ -172,6 +177,14 @@ class RunConfig:
     """Keep only each layer's input and recompute the rest in backward: less memory, a third more work."""
 
     def __post_init__(self) -> None:
+        _require(
+            self.model is not None or not self.instructions,
+            "instructions",
+            self.instructions,
+            "left out without --model: the TinyAgent cannot read them",
+        )
+        if self.model is not None and self.instructions is None:  # here, so that config.toml keeps the text
+            object.__setattr__(self, "instructions", INSTRUCTIONS)
         for name in ("steps", "eval_every"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         _require(self.curriculum in RULES, "curriculum", self.curriculum, f"one of {', '.join(RULES)}")

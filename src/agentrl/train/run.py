@@ -281,7 +281,7 @@ def load_policy(run: RunDirectory, step: int | None = None) -> tuple[Policy, int
 def _empty(config: RunConfig, model_config: dict[str, Any]) -> Policy:
     """A policy of the run's shape, its weights still to come."""
     if config.model is not None:
-        return load_start(config.model, load_tokenizer(config.model))
+        return load_start(config.model, load_tokenizer(config))
     try:
         return TinyAgent(TinyConfig(**model_config))
     except TypeError as error:

@@ -11,6 +11,7 @@ from agentrl.gym.tokenizer import build_tokenizer
 from agentrl.models.policy import Policy
 from agentrl.rollout.episode import TextTokenizer
 from agentrl.train import base
+from agentrl.train.config import RunConfig
 
 
 def resolve_model(name: str | None) -> str | None:
@@ -30,11 +31,13 @@ def resolve_model(name: str | None) -> str | None:
     return name
 
 
-def load_tokenizer(model: str | None) -> TextTokenizer:
-    """The tokenizer of a model (see `resolve_model`); None is the embedded one.
+def load_tokenizer(config: RunConfig) -> TextTokenizer:
+    """The tokenizer of a run's model, with its instructions and chat template; embedded for the TinyAgent.
 
-    Raises ValueError where it cannot be loaded or has no end-of-sequence token.
+    Raises ValueError where it cannot be loaded, has no end-of-sequence token, or its chat template
+    frames no turns.
     """
+    model = config.model
     if model is None:
         return build_tokenizer(make_tasks("all"))
     from transformers import AutoTokenizer
@@ -45,7 +48,7 @@ def load_tokenizer(model: str | None) -> TextTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model} holds no tokenizer that loads: {_first_line(error)}") from error
-    return HFTokenizer(tokenizer)
+    return HFTokenizer(tokenizer, instructions=config.instructions or "", chat_template=config.chat_template)
 
 
 def load_start(
