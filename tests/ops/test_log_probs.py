@@ -247,6 +247,15 @@ def test_autocast_and_no_grad() -> None:
         assert not action_log_probs(hidden, weight, targets).requires_grad
 
 
+def test_autocast_leaves_alone_what_linear_leaves_alone() -> None:
+    hidden, weight, targets, _ = problem(10, 17, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.nn.functional.linear(hidden, weight).dtype == torch.float64
+        agree(action_log_probs(hidden, weight, targets), full(hidden, weight, targets)[0])
+        with pytest.raises(ValueError, match=r"got torch\.int64"):
+            action_log_probs(hidden.long(), weight.float(), targets)
+
+
 def test_a_second_derivative_is_refused() -> None:
     hidden, weight, targets, _ = problem(4, 9, 3)
     for head in (weight, weight.detach()):
