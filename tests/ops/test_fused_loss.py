@@ -185,3 +185,18 @@ def test_wrong_token_losses_are_named() -> None:
     for wrong in (-1, 1.5, True):
         with pytest.raises(ValueError, match="stash_bytes must be a whole number"):
             fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, stash_bytes=wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("each", [False, True])
+def test_a_stashed_zero_under_a_soft_cap_gives_no_nan(dtype: torch.dtype, each: bool) -> None:
+    """exp(z - maximum) underflows, and the target's gradient needs the slope of a soft-cap at its logit."""
+    hidden, weight, _, targets = problem(40, 300, 64, dtype)
+    temperature = torch.full((40,), 0.2, requires_grad=True) if each else 0.2
+    leaves = [hidden, weight, *([temperature] if isinstance(temperature, Tensor) else [])]
+    arguments: dict[str, Any] = {"softcap": 30.0, "temperature": temperature}
+    ours = fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, **arguments)
+    found = torch.autograd.grad(ours.loss, leaves)
+    general = torch.autograd.grad(action_log_probs(hidden, weight, targets, **arguments).sum(), leaves)
+    for mine, theirs in zip(found, general, strict=True):
+        assert (mine - theirs).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * theirs.norm()

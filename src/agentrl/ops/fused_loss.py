@@ -247,7 +247,7 @@ def _loss_and_gradients(
     loss, logp_gradient, entropy_gradient = _differentiate(
         token_loss, logp, entropy_value, rows, wanted=wanted
     )
-    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy_value)
+    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy_value, found.target)
     if not wanted:
         return loss, logp, entropy_value, Gradients()
     kept = upstream.active_rows()

@@ -2,7 +2,7 @@
 
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ class Upstream:
     entropy: Tensor | None  # d loss / d entropy
     log_sum_exp: Tensor
     entropy_value: Tensor | None
+    target_logit: Tensor | None = None  # what a stash that rounds, even to zero, cannot give back
 
     def active_rows(self) -> Tensor:
         """The tokens that carry a gradient, int64 and ascending."""
@@ -32,7 +33,7 @@ class Upstream:
 
     def select(self, rows: Tensor) -> "Upstream":
         """The same for the tokens `rows` alone."""
-        parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value)
+        parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value, self.target_logit)
         return Upstream(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
 
 
@@ -283,11 +284,7 @@ class TiledHead:
         plain = upstream.entropy is None and temperatures is None and self.logit_map.softcap is None
         if held is not None and plain:
             return self._held_gradient(tile, upstream, *held)
-        if held is None:
-            logits = self.logits(tile)
-        else:  # exp = 0 gives -inf, as good as what it was
-            logits = self.buffers.take("logits", held[0].shape, self.precision.wide).copy_(held[0])
-            logits.log_().add_(held[1])
+        logits = self.logits(tile) if held is None else self._held_logits(tile, upstream, *held)
         tokens = slice(tile.n0, tile.n1)
         cap = self._cap_slope(logits, tile)
         kept = None
@@ -317,6 +314,17 @@ class TiledHead:
         gradient = torch.mul(exp, factor, out=self.buffers.take("logits", exp.shape, self.precision.wide))
         column, here = target_columns(self.targets, tile, self.vocab_start)
         return gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
+
+    def _held_logits(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
+        """Logits from exp(z - maximum). Where that is 0, so is p and any finite logit will do, but for the
+        target: its gradient does not vanish with its p, and the soft-cap's slope needs its logit.
+        """
+        assert upstream.target_logit is not None
+        logits = self.buffers.take("logits", exp.shape, self.precision.wide).copy_(exp)
+        clamp_log_(logits.log_()).add_(maximum)
+        column, here = target_columns(self.targets, tile, self.vocab_start)
+        target_logit = upstream.target_logit[tile.n0 : tile.n1, None]
+        return logits.scatter_(1, column, target_logit.where(here, logits.gather(1, column)))
 
     def _cap_slope(self, logits: Tensor, tile: Tile) -> Tensor | None:
         if self.logit_map.softcap is None:
@@ -351,7 +359,7 @@ class TiledHead:
             )
             unscale = torch.where(largest.isfinite() & (largest > 0), largest / 1024, 1.0)
             logp, entropy = logp / unscale, None if entropy is None else entropy / unscale
-        return Upstream(logp, entropy, upstream.log_sum_exp, upstream.entropy_value), unscale
+        return replace(upstream, logp=logp, entropy=entropy), unscale
 
 
 def reduce_and_cast(found: Gradients, inputs: HeadInputs) -> Gradients:
