@@ -200,3 +200,38 @@ def test_a_stashed_zero_under_a_soft_cap_gives_no_nan(dtype: torch.dtype, each: 
     general = torch.autograd.grad(action_log_probs(hidden, weight, targets, **arguments).sum(), leaves)
     for mine, theirs in zip(found, general, strict=True):
         assert (mine - theirs).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * theirs.norm()
+
+
+def test_a_float16_stash_keeps_the_tail_of_a_confident_token() -> None:
+    """30,000 ids 18 nats below the likeliest: half of each one's exp(-18) would be lost in float16."""
+    hidden = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 0.3
+    weight = torch.randn(30_000, 64, generator=torch.Generator().manual_seed(1)) * 0.02
+    hidden[:, 1], weight[0, 1], weight[:, 0] = 18.0, 1.0, 1.0
+    hidden[:, 0], weight[0, 0] = 0.0, 0.0
+    hidden, weight = hidden.half().requires_grad_(), weight.half()
+    targets, exact = torch.zeros(8, dtype=torch.int64), hidden.detach().double().requires_grad_()
+    wanted = torch.autograd.grad(
+        (exact @ weight.double().T).log_softmax(-1)[:, 0].sum(), exact
+    )[0]  # fmt: skip
+    ours = fused_policy_loss(hidden, weight.requires_grad_(), targets, lambda p, _, i: 1024 * p).loss
+    found = torch.autograd.grad(ours, hidden)[0].double() / 1024
+    assert (found - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_late_loss_scale_keeps_float16_in_range(frozen: bool, with_entropy: bool) -> None:
+    """Weights of 1e-8, as of a mean over many tokens, times the factor of a GradScaler."""
+    hidden, weight, _, targets = problem(40, 300, 64, torch.float16)
+    weight.requires_grad_(not frozen)
+    leaves = [hidden] if frozen else [hidden, weight]
+
+    def gradients(inside: float, outside: float) -> Any:
+        def token_loss(log_probs: Tensor, entropy: Tensor | None, _: Tensor) -> Tensor:
+            return inside * (log_probs if entropy is None else log_probs + entropy)
+
+        ours = fused_policy_loss(hidden, weight, targets, token_loss, with_entropy=with_entropy)
+        return torch.autograd.grad(ours.loss * outside, leaves)
+
+    for late, early in zip(gradients(1e-8, 1e8), gradients(1.0, 1.0), strict=True):
+        assert (late - early).norm() <= 2e-3 * early.norm()

@@ -2,6 +2,7 @@
 
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -58,11 +59,13 @@ class Gradients:
     weight: Tensor | None = None  # [V, D]
     bias: Tensor | None = None  # [V]
     temperatures: Tensor | None = None  # [N]
+    unit: Tensor | float = 1.0  # what all of them are still to be multiplied by
 
 
 class Stash:
     """exp(z - maximum) of the first tokens, kept where the weight's gradient will be written, and beyond.
 
+    float16 keeps them times 2^15: as they are, it would drop what lies 17 nats below the maximum.
     The gradient [V, D] is written column by column of tiles, each after the column's last tile was read;
     until then its memory holds one number a logit for D tokens. `extra_bytes` hold some for the tokens
     after those.
@@ -71,6 +74,7 @@ class Stash:
     def __init__(self, weight: Tensor, grid: Grid, precision: Precision, extra_bytes: int) -> None:
         self.weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
         self.grid = grid
+        self.gain = 2.0**15 if weight.dtype == torch.float16 else 1.0
         extra = extra_bytes // (len(weight) * weight.element_size())
         # first token, tokens a column holds, memory; whole tiles only
         self.areas: list[tuple[int, int, Tensor]] = []
@@ -86,14 +90,15 @@ class Stash:
         self.maxima = torch.empty(columns, start, dtype=precision.wide, device=weight.device)
 
     def keep(self, tile: Tile, exp: Tensor, maximum: Tensor) -> None:
-        """Store a tile of exp(z - maximum) if it has a place."""
+        """Store a tile of exp(z - maximum), which is lost, if it has a place."""
         slot = self._slot(tile)
         if slot is not None:
-            slot.copy_(exp)
-            self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1] = maximum[tile.n0 : tile.n1]
+            slot.copy_(exp if self.gain == 1.0 else exp.mul_(self.gain))
+            kept = maximum[tile.n0 : tile.n1] - math.log(self.gain)
+            self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1] = kept
 
     def held(self, tile: Tile) -> tuple[Tensor, Tensor] | None:
-        """A tile's exp(z - maximum) [n, v] and maximum [n, 1]; None where it has no place."""
+        """A tile's exp(z - m) [n, v] and m [n, 1], the maximum less log(gain); None where it has no place."""
         slot = self._slot(tile)
         if slot is None:
             return None
