@@ -136,20 +136,22 @@ def test_only_active_tokens_are_scored(
             torch.testing.assert_close(part[active], whole[active], **close)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_nan_in_an_idle_token_touches_nothing(frozen: bool) -> None:
+def test_nan_in_an_idle_token_touches_nothing(frozen: bool, value: float, softcap: float | None) -> None:
     hidden, weight, _, targets = problem(9, 20, 12)
     weight.requires_grad_(not frozen)
     gain = torch.ones(9, dtype=torch.float64).index_fill(0, torch.tensor(3), 0.0)
 
     def gradients(hidden: Tensor) -> Any:
         loss = fused_policy_loss(
-            hidden, weight, targets, lambda p, _, i: torch.where(gain[i] > 0, p, 0.0)
+            hidden, weight, targets, lambda p, _, i: torch.where(gain[i] > 0, p, 0.0), softcap=softcap
         ).loss
         return torch.autograd.grad(loss, [hidden] if frozen else [hidden, weight])
 
     dirty = hidden.detach().clone()
-    dirty[3, 1] = torch.nan
+    dirty[3, 1] = value
     torch.testing.assert_close(gradients(dirty.requires_grad_()), gradients(hidden), rtol=1e-12, atol=1e-14)
 
 

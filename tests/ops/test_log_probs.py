@@ -130,6 +130,10 @@ def test_the_references_refuse_shapes_that_do_not_fit() -> None:
         selected_log_probs(torch.zeros(2, 4), torch.tensor([0]))
     with pytest.raises(ValueError, match=r"weight \[V, D\]"):
         chunked_log_probs(torch.zeros(2, 4), torch.zeros(4), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"wanted hidden .* got \(4,\)"):
+        chunked_log_probs(torch.zeros(4), torch.zeros(3, 4), torch.tensor(0))
+    with pytest.raises(ValueError, match=r"chunk_size must be a whole number, .* got 1\.5"):
+        chunked_log_probs(torch.zeros(2, 4), torch.zeros(3, 4), torch.tensor([0, 1]), 1.5)  # type: ignore[arg-type]
 
 
 def test_the_references_agree_bit_for_bit() -> None:

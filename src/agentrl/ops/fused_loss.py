@@ -281,9 +281,12 @@ def _loss_and_gradients(
     if not wanted:
         return loss, logp, entropy_value, Gradients()
     kept = upstream.active_rows()
-    # Idle tokens cost their two products from the stash; a NaN among them would reach the weight's gradient.
+    # Idle tokens cost their two products from the stash; a NaN among them would reach the weight's gradient,
+    # as would an infinite hidden state, which a soft-cap hides in the log-prob.
     few = 3 * len(kept) < 2 * len(logp)
-    idle_nan = len(kept) < len(logp) and not bool(logp.isfinite().all())
+    idle_nan = len(kept) < len(logp) and not (
+        bool(logp.isfinite().all()) and bool(inputs.hidden.sum(1).isfinite().all())
+    )
     if few or idle_nan or (stash is None and len(kept) < len(logp)):
         stash = None
         kept_rows = kept if rows is None else rows[kept]
