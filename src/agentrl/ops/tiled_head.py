@@ -375,6 +375,7 @@ def reduce_and_cast(found: Gradients, inputs: HeadInputs) -> Gradients:
             if part is not None:
                 dist.all_reduce(part, group=inputs.settings.group)
     dtypes = (None if tensor is None else tensor.dtype for tensor in inputs[:4])
-    return Gradients(
-        *(None if part is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True))
+    hidden, weight, bias, temperatures = (
+        None if part is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)
     )
+    return Gradients(hidden, weight, bias, temperatures)
