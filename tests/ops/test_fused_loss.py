@@ -136,20 +136,22 @@ def test_only_active_tokens_are_scored(
             torch.testing.assert_close(part[active], whole[active], **close)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_nan_in_an_idle_token_touches_nothing(frozen: bool) -> None:
+def test_nan_in_an_idle_token_touches_nothing(frozen: bool, value: float, softcap: float | None) -> None:
     hidden, weight, _, targets = problem(9, 20, 12)
     weight.requires_grad_(not frozen)
     gain = torch.ones(9, dtype=torch.float64).index_fill(0, torch.tensor(3), 0.0)
 
     def gradients(hidden: Tensor) -> Any:
         loss = fused_policy_loss(
-            hidden, weight, targets, lambda p, _, i: torch.where(gain[i] > 0, p, 0.0)
+            hidden, weight, targets, lambda p, _, i: torch.where(gain[i] > 0, p, 0.0), softcap=softcap
         ).loss
         return torch.autograd.grad(loss, [hidden] if frozen else [hidden, weight])
 
     dirty = hidden.detach().clone()
-    dirty[3, 1] = torch.nan
+    dirty[3, 1] = value
     torch.testing.assert_close(gradients(dirty.requires_grad_()), gradients(hidden), rtol=1e-12, atol=1e-14)
 
 
@@ -185,3 +187,53 @@ def test_wrong_token_losses_are_named() -> None:
     for wrong in (-1, 1.5, True):
         with pytest.raises(ValueError, match="stash_bytes must be a whole number"):
             fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, stash_bytes=wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("each", [False, True])
+def test_a_stashed_zero_under_a_soft_cap_gives_no_nan(dtype: torch.dtype, each: bool) -> None:
+    """exp(z - maximum) underflows, and the target's gradient needs the slope of a soft-cap at its logit."""
+    hidden, weight, _, targets = problem(40, 300, 64, dtype)
+    temperature = torch.full((40,), 0.2, requires_grad=True) if each else 0.2
+    leaves = [hidden, weight, *([temperature] if isinstance(temperature, Tensor) else [])]
+    arguments: dict[str, Any] = {"softcap": 30.0, "temperature": temperature}
+    ours = fused_policy_loss(hidden, weight, targets, lambda p, _, i: p, **arguments)
+    found = torch.autograd.grad(ours.loss, leaves)
+    general = torch.autograd.grad(action_log_probs(hidden, weight, targets, **arguments).sum(), leaves)
+    for mine, theirs in zip(found, general, strict=True):
+        assert (mine - theirs).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * theirs.norm()
+
+
+def test_a_float16_stash_keeps_the_tail_of_a_confident_token() -> None:
+    """30,000 ids 18 nats below the likeliest: half of each one's exp(-18) would be lost in float16."""
+    hidden = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 0.3
+    weight = torch.randn(30_000, 64, generator=torch.Generator().manual_seed(1)) * 0.02
+    hidden[:, 1], weight[0, 1], weight[:, 0] = 18.0, 1.0, 1.0
+    hidden[:, 0], weight[0, 0] = 0.0, 0.0
+    hidden, weight = hidden.half().requires_grad_(), weight.half()
+    targets, exact = torch.zeros(8, dtype=torch.int64), hidden.detach().double().requires_grad_()
+    wanted = torch.autograd.grad(
+        (exact @ weight.double().T).log_softmax(-1)[:, 0].sum(), exact
+    )[0]  # fmt: skip
+    ours = fused_policy_loss(hidden, weight.requires_grad_(), targets, lambda p, _, i: 1024 * p).loss
+    found = torch.autograd.grad(ours, hidden)[0].double() / 1024
+    assert (found - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_late_loss_scale_keeps_float16_in_range(frozen: bool, with_entropy: bool) -> None:
+    """Weights of 1e-8, as of a mean over many tokens, times the factor of a GradScaler."""
+    hidden, weight, _, targets = problem(40, 300, 64, torch.float16)
+    weight.requires_grad_(not frozen)
+    leaves = [hidden] if frozen else [hidden, weight]
+
+    def gradients(inside: float, outside: float) -> Any:
+        def token_loss(log_probs: Tensor, entropy: Tensor | None, _: Tensor) -> Tensor:
+            return inside * (log_probs if entropy is None else log_probs + entropy)
+
+        ours = fused_policy_loss(hidden, weight, targets, token_loss, with_entropy=with_entropy)
+        return torch.autograd.grad(ours.loss * outside, leaves)
+
+    for late, early in zip(gradients(1e-8, 1e8), gradients(1.0, 1.0), strict=True):
+        assert (late - early).norm() <= 2e-3 * early.norm()

@@ -130,6 +130,10 @@ def test_the_references_refuse_shapes_that_do_not_fit() -> None:
         selected_log_probs(torch.zeros(2, 4), torch.tensor([0]))
     with pytest.raises(ValueError, match=r"weight \[V, D\]"):
         chunked_log_probs(torch.zeros(2, 4), torch.zeros(4), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"wanted hidden .* got \(4,\)"):
+        chunked_log_probs(torch.zeros(4), torch.zeros(3, 4), torch.tensor(0))
+    with pytest.raises(ValueError, match=r"chunk_size must be a whole number, .* got 1\.5"):
+        chunked_log_probs(torch.zeros(2, 4), torch.zeros(3, 4), torch.tensor([0, 1]), 1.5)  # type: ignore[arg-type]
 
 
 def test_the_references_agree_bit_for_bit() -> None:
@@ -245,6 +249,15 @@ def test_autocast_and_no_grad() -> None:
     assert hidden.grad.dtype == torch.float32
     with torch.no_grad():
         assert not action_log_probs(hidden, weight, targets).requires_grad
+
+
+def test_autocast_leaves_alone_what_linear_leaves_alone() -> None:
+    hidden, weight, targets, _ = problem(10, 17, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.nn.functional.linear(hidden, weight).dtype == torch.float64
+        agree(action_log_probs(hidden, weight, targets), full(hidden, weight, targets)[0])
+        with pytest.raises(ValueError, match=r"got torch\.int64"):
+            action_log_probs(hidden.long(), weight.float(), targets)
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -124,3 +124,17 @@ def test_the_matmul_setting_is_lent_only_while_no_other_thread_runs(monkeypatch:
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     action_log_probs(hidden, weight, torch.tensor([0, 2]))
     assert seen[1:] == [before] * 3
+
+
+def test_the_matmul_setting_still_follows_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting: Any = torch.backends.mkldnn.matmul
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    hidden = torch.ones(2, 4).bfloat16()
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "ieee"
+        action_log_probs(hidden, hidden, torch.tensor([0, 1]))
+        assert setting.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = before
+    assert setting.fp32_precision == before

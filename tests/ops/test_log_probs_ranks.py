@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -61,18 +62,24 @@ def _shards(rank: int) -> None:
     torch.testing.assert_close(frozen[1], frozen[0], **close)
 
 
-def _sharded_by_fsdp(rank: int) -> None:
-    """Each rank scores its own tokens; the weight's gradient is the mean over ranks, as FSDP2 has it."""
+def _sharded_by_fsdp(rank: int, mesh_shape: tuple[int, ...]) -> None:
+    """Each rank scores its own tokens; the weight's gradient is the mean over ranks, as FSDP2 has it.
+
+    Of a mesh with two dimensions, the first holds replicas (HSDP).
+    """
     hidden, weight, _, _, targets, upstream = _drawn()
     model = nn.Linear(5, sum(SIZES), bias=False, dtype=torch.float64)
     model.weight.data.copy_(weight.detach())
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    names = ("replica", "shard")[-len(mesh_shape) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", mesh_shape, mesh_dim_names=names))
     mine = slice(rank * 6, rank * 6 + 6)
     action_log_probs(hidden[mine], model.weight, targets[mine]).backward(upstream[mine])
     plain = action_log_probs(hidden[:12], weight, targets[:12])
     (wanted,) = torch.autograd.grad(plain, weight, upstream[:12] / 2)
     gradient: Any = model.weight.grad
     torch.testing.assert_close(gradient.full_tensor(), wanted, rtol=1e-11, atol=1e-12)
+    with pytest.raises(ValueError, match="hidden must be this rank's own tensor, got a DTensor"):
+        action_log_probs(model.weight, weight, torch.arange(sum(SIZES)))
 
 
 def _start(rank: int, store: str) -> None:
@@ -80,7 +87,8 @@ def _start(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
         _shards(rank)
-        _sharded_by_fsdp(rank)
+        for mesh_shape in ((2,), (2, 1), (1, 2)):
+            _sharded_by_fsdp(rank, mesh_shape)
     finally:
         dist.destroy_process_group()
 

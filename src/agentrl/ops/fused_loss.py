@@ -3,6 +3,7 @@
 # N action tokens, V vocabulary, D width
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,8 @@ def fused_policy_loss(
 
     Backward multiplies by the upstream scalar, in place, and so runs once. The other arguments, errors and
     roundings are `action_log_probs`'; in 16 bits, a token's probabilities are also rounded once more on
-    their way.
+    their way, and so is the gradient by the upstream scalar. A scalar that keeps float16 in range (a
+    GradScaler's) does so here too.
 
     >>> hidden = torch.zeros(3, 2, requires_grad=True)
     >>> advantage = torch.tensor([1.0, -1.0, 0.5])
@@ -156,7 +158,7 @@ class _FusedLoss(torch.autograd.Function):
         parts = (found.hidden, found.weight, found.bias, found.temperatures)
         for part in parts:
             if part is not None:
-                part.mul_(scale)
+                _multiply_(part, scale * found.unit)
         return (None,) * 5 + parts + (None, None)
 
 
@@ -192,6 +194,32 @@ def _differentiate(
     return loss.detach(), upstream, None if entropy is None else found[1]
 
 
+def _in_units(
+    upstream: Tensor, entropy_upstream: Tensor | None, inputs: HeadInputs
+) -> tuple[Tensor, Tensor | None, Tensor | float]:
+    """The upstream gradients, and what to multiply the result with in backward, all in one unit.
+
+    float16 ends at 6e-8, where gradients of a mean over many tokens begin. Backward brings the factor that a
+    GradScaler puts before the loss, but the gradients are rounded in forward: in units of their sum's 16th,
+    neither a token's part nor the sum of all leaves the range.
+    """
+    if inputs.hidden.dtype != torch.float16:
+        return upstream, entropy_upstream, 1.0
+    total = upstream.abs().sum()
+    if entropy_upstream is not None:
+        total += entropy_upstream.abs().sum()
+    _, exponent = torch.frexp(total)
+    power = torch.ldexp(torch.ones_like(total), exponent - 4)  # of two: changes no rounding
+    unit = torch.where(total.isfinite() & (total > 0), power, 1.0)
+    return upstream / unit, None if entropy_upstream is None else entropy_upstream / unit, unit
+
+
+def _multiply_(part: Tensor, factor: Tensor) -> None:
+    """Multiply in place by a scalar; as a vector of one, it is not rounded to part's 16 bits first."""
+    for rows in part.split(1024) if part.dtype.itemsize < 4 else (part,):
+        rows.mul_(factor.view(1))
+
+
 def _refuse_other_leaves(loss: Tensor, leaves: list[Tensor]) -> None:
     """Raise where the loss depends on a tensor whose gradient would silently be lost."""
     seen: set[Any] = set()
@@ -217,11 +245,12 @@ def _loss_and_hidden_gradient(
     found, hidden_gradient = TiledHead(inputs, rows).statistics_with_hidden_slope()
     logp = found.target - found.log_sum_exp()
     loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
+    upstream, _, unit = _in_units(upstream, None, inputs)
     scored = hidden_gradient[: len(logp)]
     scored.mul_(upstream[:, None]).masked_fill_((upstream == 0)[:, None], 0.0)
     if rows is not None:
         spread_rows_(hidden_gradient, rows)
-    return loss, logp, Gradients(hidden=hidden_gradient)
+    return loss, logp, Gradients(hidden=hidden_gradient, unit=unit)
 
 
 def _loss_and_gradients(
@@ -247,17 +276,21 @@ def _loss_and_gradients(
     loss, logp_gradient, entropy_gradient = _differentiate(
         token_loss, logp, entropy_value, rows, wanted=wanted
     )
-    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy_value)
+    logp_gradient, entropy_gradient, unit = _in_units(logp_gradient, entropy_gradient, inputs)
+    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy_value, found.target)
     if not wanted:
         return loss, logp, entropy_value, Gradients()
     kept = upstream.active_rows()
-    # Idle tokens cost their two products from the stash; a NaN among them would reach the weight's gradient.
+    # Idle tokens cost their two products from the stash; a NaN among them would reach the weight's gradient,
+    # as would an infinite hidden state, which a soft-cap hides in the log-prob.
     few = 3 * len(kept) < 2 * len(logp)
-    idle_nan = len(kept) < len(logp) and not bool(logp.isfinite().all())
+    idle_nan = len(kept) < len(logp) and not (
+        bool(logp.isfinite().all()) and bool(inputs.hidden.sum(1).isfinite().all())
+    )
     if few or idle_nan or (stash is None and len(kept) < len(logp)):
         stash = None
         kept_rows = kept if rows is None else rows[kept]
         gradients = TiledHead(inputs, kept_rows).gradients(upstream.select(kept), needs)
     else:
         gradients = head.gradients(upstream, needs, stash)
-    return loss, logp, entropy_value, reduce_and_cast(gradients, inputs)
+    return loss, logp, entropy_value, replace(reduce_and_cast(gradients, inputs), unit=unit)

@@ -77,11 +77,17 @@ def read_head_inputs(
             "selected_log_probs(hidden @ weight.T, targets)"
         )
     check_tensors(hidden=hidden, weight=weight, targets=targets, bias=bias)
+    for name, value in (("hidden", hidden), ("targets", targets), ("temperature", temperature)):
+        if isinstance(value, DTensor):
+            raise ValueError(f"{name} must be this rank's own tensor, got a DTensor; pass {name}.to_local()")
     weight, bias = _gathered(weight, hidden), None if bias is None else _gathered(bias, hidden)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         to = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(to), weight.to(to)
+        hidden, weight = (
+            tensor.to(to) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+            for tensor in (hidden, weight)
+        )
     _check_shapes(hidden, weight, targets, bias)
     if logits not in ("float32", "input"):
         raise ValueError(f"logits must be 'float32' or 'input', got {logits!r}")
@@ -138,11 +144,12 @@ def _is_positive(value: Any) -> bool:
 def _gathered(tensor: Tensor, hidden: Tensor) -> Tensor:
     """A sharded parameter (FSDP2) as one plain tensor, in hidden's dtype.
 
-    Its gradient is averaged over the shards, as FSDP2 averages those of every other parameter.
+    Its gradient is averaged over shards and replicas, which see other tokens, as FSDP2 averages those of
+    every other parameter.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    wanted = [Replicate() if isinstance(p, Replicate) else Partial("avg") for p in tensor.placements]
+    wanted = [Partial("avg")] * tensor.device_mesh.ndim
     if any(not isinstance(p, (Replicate, Shard)) for p in tensor.placements):
         raise ValueError(
             f"the head's weight must be sharded or replicated, got placements {tensor.placements}"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, read_head_inputs
+from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, is_whole, read_head_inputs
 from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream, reduce_and_cast
 from agentrl.ops.tiles import LogitPrecision
 
@@ -62,9 +62,14 @@ def _chunk_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def _in_chunks(score: Any, hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -> Tensor:
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    if hidden.shape[:-1] != ids.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+    if not is_whole(chunk_size) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a whole number, at least 1 token, got {chunk_size!r}")
+    if (
+        hidden.ndim < 2
+        or hidden.shape[:-1] != ids.shape
+        or weight.ndim != 2
+        or hidden.shape[-1] != weight.shape[1]
+    ):
         raise ValueError(
             f"wanted hidden [..., D], weight [V, D] and ids [...]; got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)} and {tuple(ids.shape)}"

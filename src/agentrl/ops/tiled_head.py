@@ -2,7 +2,8 @@
 
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class Upstream:
     entropy: Tensor | None  # d loss / d entropy
     log_sum_exp: Tensor
     entropy_value: Tensor | None
+    target_logit: Tensor | None = None  # what a stash that rounds, even to zero, cannot give back
 
     def active_rows(self) -> Tensor:
         """The tokens that carry a gradient, int64 and ascending."""
@@ -32,7 +34,7 @@ class Upstream:
 
     def select(self, rows: Tensor) -> "Upstream":
         """The same for the tokens `rows` alone."""
-        parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value)
+        parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value, self.target_logit)
         return Upstream(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
 
 
@@ -57,11 +59,13 @@ class Gradients:
     weight: Tensor | None = None  # [V, D]
     bias: Tensor | None = None  # [V]
     temperatures: Tensor | None = None  # [N]
+    unit: Tensor | float = 1.0  # what all of them are still to be multiplied by
 
 
 class Stash:
     """exp(z - maximum) of the first tokens, kept where the weight's gradient will be written, and beyond.
 
+    float16 keeps them times 2^15: as they are, it would drop what lies 17 nats below the maximum.
     The gradient [V, D] is written column by column of tiles, each after the column's last tile was read;
     until then its memory holds one number a logit for D tokens. `extra_bytes` hold some for the tokens
     after those.
@@ -70,6 +74,7 @@ class Stash:
     def __init__(self, weight: Tensor, grid: Grid, precision: Precision, extra_bytes: int) -> None:
         self.weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
         self.grid = grid
+        self.gain = 2.0**15 if weight.dtype == torch.float16 else 1.0
         extra = extra_bytes // (len(weight) * weight.element_size())
         # first token, tokens a column holds, memory; whole tiles only
         self.areas: list[tuple[int, int, Tensor]] = []
@@ -85,14 +90,15 @@ class Stash:
         self.maxima = torch.empty(columns, start, dtype=precision.wide, device=weight.device)
 
     def keep(self, tile: Tile, exp: Tensor, maximum: Tensor) -> None:
-        """Store a tile of exp(z - maximum) if it has a place."""
+        """Store a tile of exp(z - maximum), which is lost, if it has a place."""
         slot = self._slot(tile)
         if slot is not None:
-            slot.copy_(exp)
-            self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1] = maximum[tile.n0 : tile.n1]
+            slot.copy_(exp if self.gain == 1.0 else exp.mul_(self.gain))
+            kept = maximum[tile.n0 : tile.n1] - math.log(self.gain)
+            self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1] = kept
 
     def held(self, tile: Tile) -> tuple[Tensor, Tensor] | None:
-        """A tile's exp(z - maximum) [n, v] and maximum [n, 1]; None where it has no place."""
+        """A tile's exp(z - m) [n, v] and m [n, 1], the maximum less log(gain); None where it has no place."""
         slot = self._slot(tile)
         if slot is None:
             return None
@@ -283,11 +289,7 @@ class TiledHead:
         plain = upstream.entropy is None and temperatures is None and self.logit_map.softcap is None
         if held is not None and plain:
             return self._held_gradient(tile, upstream, *held)
-        if held is None:
-            logits = self.logits(tile)
-        else:  # exp = 0 gives -inf, as good as what it was
-            logits = self.buffers.take("logits", held[0].shape, self.precision.wide).copy_(held[0])
-            logits.log_().add_(held[1])
+        logits = self.logits(tile) if held is None else self._held_logits(tile, upstream, *held)
         tokens = slice(tile.n0, tile.n1)
         cap = self._cap_slope(logits, tile)
         kept = None
@@ -317,6 +319,17 @@ class TiledHead:
         gradient = torch.mul(exp, factor, out=self.buffers.take("logits", exp.shape, self.precision.wide))
         column, here = target_columns(self.targets, tile, self.vocab_start)
         return gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
+
+    def _held_logits(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
+        """Logits from exp(z - maximum). Where that is 0, so is p and any finite logit will do, but for the
+        target: its gradient does not vanish with its p, and the soft-cap's slope needs its logit.
+        """
+        assert upstream.target_logit is not None
+        logits = self.buffers.take("logits", exp.shape, self.precision.wide).copy_(exp)
+        clamp_log_(logits.log_()).add_(maximum)
+        column, here = target_columns(self.targets, tile, self.vocab_start)
+        target_logit = upstream.target_logit[tile.n0 : tile.n1, None]
+        return logits.scatter_(1, column, target_logit.where(here, logits.gather(1, column)))
 
     def _cap_slope(self, logits: Tensor, tile: Tile) -> Tensor | None:
         if self.logit_map.softcap is None:
@@ -351,7 +364,7 @@ class TiledHead:
             )
             unscale = torch.where(largest.isfinite() & (largest > 0), largest / 1024, 1.0)
             logp, entropy = logp / unscale, None if entropy is None else entropy / unscale
-        return Upstream(logp, entropy, upstream.log_sum_exp, upstream.entropy_value), unscale
+        return replace(upstream, logp=logp, entropy=entropy), unscale
 
 
 def reduce_and_cast(found: Gradients, inputs: HeadInputs) -> Gradients:
@@ -362,6 +375,7 @@ def reduce_and_cast(found: Gradients, inputs: HeadInputs) -> Gradients:
             if part is not None:
                 dist.all_reduce(part, group=inputs.settings.group)
     dtypes = (None if tensor is None else tensor.dtype for tensor in inputs[:4])
-    return Gradients(
-        *(None if part is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True))
+    hidden, weight, bias, temperatures = (
+        None if part is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)
     )
+    return Gradients(hidden, weight, bias, temperatures)

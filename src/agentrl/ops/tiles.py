@@ -81,11 +81,12 @@ def logit_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -
         torch.mm(lhs, rhs, out=out)
     else:
         before = setting.fp32_precision
+        inherits = before == cast(Any, torch.backends.mkldnn).fp32_precision
         setting.fp32_precision = "bf16"
         try:
             torch.mm(lhs, rhs, out=out)
         finally:
-            setting.fp32_precision = before
+            setting.fp32_precision = "none" if inherits else before  # "none" follows the general setting
 
 
 @cache
