@@ -72,7 +72,7 @@ def report_base(base: arl.TinyAgent, tok: Tokenizer) -> None:
     cfg = arl.RLConfig()
     header("base", "pass rate", "mixed groups of 8", "shortest", "median", "p90", "longest", "padding of 64")
     decoding: list[str] = []
-    for split in ("train", "heldout"):
+    for split in ("train", "heldout", "all"):
         trajs, stats = play(
             base,
             lambda: arl.make_env(cfg),
