@@ -5,6 +5,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from agentrl.curriculum.pass_rate import EMA, BetaPosterior, DiscountedVariance, LastGroup, WindowMean
 from agentrl.curriculum.presets import preset
 from agentrl.curriculum.rules import RULES
-from agentrl.curriculum.sampler import TaskSampler
+from agentrl.curriculum.sampler import TaskSampler, filter_by_pass_rate
 
 PAIRS: list[tuple[Any, Any]] = [
     (rule, estimator)
@@ -160,3 +161,61 @@ def test_the_settings_of_a_preset_reach_its_sampler() -> None:
         preset("uniform", sure, low=0.1, fill=False)
     with pytest.raises(ValueError, match=r"low < high, got \(0\.9, 0\.8\)"):
         preset("pools", sure, low=0.9)
+
+
+# what arrives from numpy, and what is no number
+
+
+def test_numbers_of_numpy_give_the_same_state_and_plain_json() -> None:
+    plain, other = TaskSampler(range(6), seed=3), TaskSampler(range(6), seed=np.int64(3))  # type: ignore[arg-type]
+    share = TaskSampler(range(6), revisit=np.float32(0.25))  # type: ignore[arg-type]
+    for step in range(3):
+        keys = plain.select(2, step)
+        assert other.select(np.int64(2), np.int64(step)) == keys  # type: ignore[arg-type]
+        share.select(2, float(step))  # type: ignore[arg-type]
+        for sampler in (plain, other, share):
+            sampler.observe_groups(keys, [np.array([1, 0])] * 2, np.int64(step))  # type: ignore
+    assert json.dumps(other.state_dict(), allow_nan=False) == json.dumps(plain.state_dict())
+    json.dumps(share.state_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("bad", [1.5, None, "1", [1], 10**30, math.nan, math.inf])
+def test_what_is_no_whole_number_is_refused(bad: Any) -> None:
+    sampler = TaskSampler(range(3), select="skip")
+    before = sampler.state_dict()
+    for act in (
+        lambda: sampler.select(2, bad),
+        lambda: sampler.pool(2, bad),
+        lambda: sampler.observe(0, [1, 0], bad),
+        lambda: sampler.add([7], bad),
+        lambda: sampler.admit(8, bad),
+    ):
+        with pytest.raises(ValueError, match=r"step must be"):
+            act()
+    if bad != 10**30:
+        with pytest.raises(ValueError, match="n, the number of tasks wanted, must be a whole number"):
+            sampler.select(bad, 0)
+        with pytest.raises(ValueError, match="seed must be a whole number"):
+            TaskSampler(range(3), seed=bad)
+    assert {**sampler.state_dict(), "num_draws": 0} == {**before, "num_draws": 0}
+
+
+@pytest.mark.parametrize("rewards", [1.0, None, [[1], [0]], "11", iter([1, 0])])
+def test_what_is_no_list_of_rewards_is_refused(rewards: Any) -> None:
+    with pytest.raises(ValueError, match="the rewards of task 0 must be a list of numbers"):
+        TaskSampler(range(3)).observe(0, rewards, 0)
+
+
+def test_a_reward_whose_square_overflows_is_refused() -> None:
+    sampler = TaskSampler(range(3), DiscountedVariance())
+    with pytest.raises(ValueError, match=r"task 1 has a reward of -1e\+200"):
+        sampler.observe_groups([0, 1], [[1, 2], [0, -1e200]], 0)
+    sampler.observe(1, [1e100, -1e100], 0)
+    assert math.isfinite(sampler.metrics()["mean_signal"])
+
+
+def test_the_filter_takes_any_iterable_and_no_rate_of_none() -> None:
+    assert filter_by_pass_rate((name for name in "abc"), [0, 0.5, 1]) == ["b"]  # type: ignore[arg-type]
+    for rates in ([0.5, None], {"a": 0.5, "b": None}):
+        with pytest.raises(ValueError, match="no pass rate for 1 of 2 tasks, first 'b'"):
+            filter_by_pass_rate(["a", "b"], rates)  # type: ignore[arg-type]

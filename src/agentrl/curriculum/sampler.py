@@ -12,7 +12,7 @@ import numpy as np
 from agentrl.curriculum.evidence import Counts, Played, reward_rows, rewards_by_group
 from agentrl.curriculum.pass_rate import BetaPosterior, Estimator, FloatArray, LastGroup
 from agentrl.curriculum.rules import RULES, IntArray, View, allocate, keep_probability
-from agentrl.curriculum.table import Key, TaskTable, task_key
+from agentrl.curriculum.table import Key, TaskTable, task_key, whole
 
 Task = TypeVar("Task")
 RuleName = Literal["uniform", "band", "top", "proportional", "thompson", "skip", "pools"]
@@ -27,24 +27,25 @@ def filter_by_pass_rate(
     """The tasks, in order, whose pass rate lies strictly inside (low, high): low < p < high.
 
     `pass_rates` holds one number a task, in the order of `tasks`, or maps each task's key (its name) to it. A
-    pass rate of NaN lies nowhere. Raises ValueError for a rate that is missing.
+    pass rate of NaN lies nowhere. Raises ValueError for a rate that is missing, or None.
 
     >>> filter_by_pass_rate(["abs", "max", "sum"], [0.0, 0.5, 1.0])
     ['max']
     >>> filter_by_pass_rate(["abs", "max"], {"abs": 1.0, "max": 0.25}, high=2)
     ['abs', 'max']
     """
+    tasks = list(tasks)
     if isinstance(pass_rates, Mapping):
-        keys = [task_key(task) for task in tasks]
-        missing = [key for key in keys if key not in pass_rates]
-        if missing:
-            raise ValueError(f"no pass rate for {len(missing)} of {len(keys)} tasks, first {missing[0]!r}")
-        rates = [pass_rates[key] for key in keys]
+        rates = [pass_rates.get(task_key(task)) for task in tasks]
     else:
         rates = list(pass_rates)
         if len(rates) != len(tasks):
             raise ValueError(f"got {len(rates)} pass rates for {len(tasks)} tasks; give one a task, in order")
-    return [task for task, rate in zip(tasks, rates, strict=True) if low < rate < high]
+    missing = [task_key(task) for task, rate in zip(tasks, rates, strict=True) if rate is None]
+    if missing:
+        raise ValueError(f"no pass rate for {len(missing)} of {len(tasks)} tasks, first {missing[0]!r}")
+    given = zip(tasks, rates, strict=True)
+    return [task for task, rate in given if rate is not None and low < rate < high]
 
 
 class TaskSampler:
@@ -108,11 +109,10 @@ class TaskSampler:
             raise ValueError("select='thompson' draws from a posterior; use estimator=BetaPosterior()")
         if not 0 <= revisit < math.inf or (revisit > 1 and revisit != int(revisit)):
             raise ValueError(f"revisit is a share below 1 or a whole number of tasks, got {revisit}")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
+        seed = whole("seed", seed, most=math.inf)
         if not headroom >= 0 or not 0 < rested <= 1:
             raise ValueError(f"wanted headroom >= 0 and 0 < rested <= 1, got {headroom} and {rested}")
-        self._rule, self._low, self._high, self._revisit = select, low, high, revisit
+        self._rule, self._low, self._high, self._revisit = select, low, high, float(revisit)
         self._seed, self._fill, self._headroom, self._rested = seed, fill, headroom, rested
         self._estimator, self._metric = estimator, metric
 
@@ -147,7 +147,7 @@ class TaskSampler:
 
     def add(self, keys: Iterable[object], step: int) -> None:
         """Tasks that join the run at `step`, unseen. Raises ValueError for a key that is there already."""
-        self._table.add(keys, step)
+        self._table.add(keys, whole("step", step))
 
     def remove(self, keys: Iterable[object]) -> None:
         """Tasks that leave the run and are forgotten. ValueError for unknown keys, or if none is left."""
@@ -159,8 +159,7 @@ class TaskSampler:
 
         It moves the sampler's own random state; the tasks played must be reported with `observe`.
         """
-        if n < 1:
-            raise ValueError(f"n, the number of tasks wanted, must be at least 1, got {n}")
+        n = whole("n, the number of tasks wanted,", n, least=1)
         view, rng = self._view(n, step), self._generator()
         if self._rule == "uniform":
             chosen = np.arange(len(self._table))
@@ -185,6 +184,7 @@ class TaskSampler:
 
         Draws from `pool` with the sampler's own generator. Fewer than n only with `fill=False`.
         """
+        n, step = whole("n, the number of tasks wanted,", n, least=1), whole("step", step)
         pool = self.pool(n, step)
         if len(pool) > n:
             order: list[int] = self._generator().permutation(len(pool)).tolist()
@@ -199,6 +199,7 @@ class TaskSampler:
             raise ValueError(
                 f"admit needs select='skip', this sampler has {self._rule!r}; use select(n, step)"
             )
+        step = whole("step", step)
         if task not in self._table:
             self._table.add([task], step)
         num_certain = self._table.num_certain[self._table.rows([task])]
@@ -233,8 +234,7 @@ class TaskSampler:
         """`observe` for all groups of a step in one call; a task may have several."""
         if len(keys) != len(groups):
             raise ValueError(f"got {len(keys)} keys for {len(groups)} groups of rewards")
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
+        step = whole("step", step)
         if not groups:
             return
         rows = self._table.rows(keys)
@@ -325,8 +325,7 @@ class TaskSampler:
         return np.random.default_rng((self._seed, self._num_draws))
 
     def _view(self, n: int, step: int) -> View:
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
+        step = whole("step", step)
         estimator, table = self._estimator, self._table
         elapsed = table.elapsed(step)
         mean = estimator.mean(table.states, elapsed)

@@ -3,6 +3,7 @@
 # K tasks, N groups, G episodes a group, F floats of estimator state a task
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,26 @@ def task_key(task: object) -> Key:
         if isinstance(candidate, np.integer):
             return candidate.item()
     raise ValueError(f"a task is a str, an int, or has .key or .name; got {type(task).__name__}: {task!r}")
+
+
+def whole(name: str, value: Any, least: int = 0, most: float = 2**62) -> int:
+    """`value` as Python's int, which is plain JSON; numpy's and 2.0 are taken too.
+
+    Raises ValueError for anything else, below `least` or above `most`.
+
+    >>> whole("step", np.int64(3)), whole("step", 3.0)
+    (3, 3)
+    """
+    try:
+        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+    if number < least:
+        bound = "must not be negative" if least == 0 else f"must be at least {least}"
+        raise ValueError(f"{name} {bound}, got {number}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
+    return number
 
 
 class TaskTable:
