@@ -219,3 +219,84 @@ def test_the_filter_takes_any_iterable_and_no_rate_of_none() -> None:
     for rates in ([0.5, None], {"a": 0.5, "b": None}):
         with pytest.raises(ValueError, match="no pass rate for 1 of 2 tasks, first 'b'"):
             filter_by_pass_rate(["a", "b"], rates)  # type: ignore[arg-type]
+
+
+# states that are none
+
+
+def damages() -> list[tuple[list[Any], Any]]:
+    """(path into a state, value) of everything that a damaged or foreign file may hold there."""
+    none = (None, "x", [], 1.5, 10**30)
+    found: list[tuple[list[Any], Any]] = [
+        ([name], value) for name in ("num_draws", "pool_size", "last_step") for value in (*none, -2)
+    ]
+    found += [(["seed"], value) for value in (None, "x", [], 1.5, -1)]
+    found += [(["credit"], value) for value in (None, "x", [], -1.0, 1.5, math.nan)]
+    for name in ("total", "of_step"):
+        found += [([name], value) for value in (None, [], "x", {"x": 1})]
+        found += [([name, "num_groups"], value) for value in (*none, -1)]
+    found += [(["admitted"], value) for value in (None, 5, "x", [1.5], ["nobody"], [[]])]
+    found += [(["tasks"], value) for value in (None, [], "x", {})]
+    for name in ("since", "evidence", "num_certain"):
+        found += [(["tasks", name, 0], value) for value in (*none, -2, 1e300, math.nan)]
+    found += [(["tasks", "visited", 0], value) for value in (None, "x", [1], 2)]
+    found += [(["tasks", "key", 0], value) for value in (None, 1.5, [1], {}, 1)]
+    found += [(["tasks", "state", 0], value) for value in (None, 3, "ab", [1.0], [1.0, 2.0, 3.0])]
+    return found + [
+        (["tasks", "state", 0, 0], value) for value in (None, "3", [1], -5.0, math.inf, math.nan, 1e308)
+    ]
+
+
+@pytest.mark.parametrize(("path", "value"), damages(), ids=repr)
+def test_a_damaged_state_is_refused_and_changes_nothing(path: list[Any], value: Any) -> None:
+    sampler = TaskSampler(range(3))
+    sampler.observe(0, [1, 0], step=0)
+    before = json.dumps(sampler.state_dict())
+    state = place = json.loads(before)
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=r"not a TaskSampler's state|not the columns of a task table"):
+        sampler.load_state_dict(state)
+    assert json.dumps(sampler.state_dict()) == before
+
+
+@pytest.mark.parametrize("state", [None, [], "x", 5])
+def test_what_is_no_state_at_all_is_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match="not a TaskSampler's state"):
+        TaskSampler(range(3)).load_state_dict(state)
+
+
+# streams
+
+
+def test_a_resumed_stream_remembers_the_tasks_that_it_brought() -> None:
+    """The keys that the sampler is made with are those of the first one; the stream's are in the state."""
+    whole = TaskSampler(["known"], select="skip")
+    for key in range(40):
+        assert whole.admit(key, 0)
+        whole.observe_groups([key, key], [[1.0] * 4] * 2, 0)
+    whole.remove([0])
+    resumed = TaskSampler(["known"], select="skip")
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(), allow_nan=False)))
+    assert resumed.keys == whole.keys == ("known", *range(1, 40))
+    admitted = [whole.admit(key, 1) for key in range(1, 40)]
+    assert [resumed.admit(key, 1) for key in range(1, 40)] == admitted
+    assert not all(admitted)
+    assert resumed.select(8, 2) == whole.select(8, 2)
+    assert resumed.state_dict() == whole.state_dict()
+    resumed.load_state_dict(whole.state_dict())  # where they are already
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_a_state_without_a_stream_still_drops_what_is_gone() -> None:
+    state = TaskSampler(["a", "gone"], select="skip").state_dict()
+    del state["admitted"]  # as states before it were
+    sampler = TaskSampler(["a", "new"], select="skip")
+    sampler.load_state_dict(state)
+    assert sampler.keys == ("a", "new")
+    other = TaskSampler(["a"])
+    stream = TaskSampler(["a"], select="skip")
+    stream.admit("b", 0)
+    other.load_state_dict(stream.state_dict())
+    assert other.keys == ("a",)

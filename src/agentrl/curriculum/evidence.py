@@ -2,15 +2,15 @@
 
 # N groups, G episodes of the largest
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from agentrl.curriculum.pass_rate import FloatArray
 from agentrl.curriculum.rules import IntArray
-from agentrl.curriculum.table import Key, task_key
+from agentrl.curriculum.table import Key, task_key, whole
 
 MAX_REWARD = 1e100  # in size: sums of squares must not overflow
 
@@ -94,6 +94,11 @@ class Counts:
     num_zero_adv_groups: int = 0
     num_episodes: int = 0  # errored ones too
     num_errored_episodes: int = 0
+
+    @classmethod
+    def of_json(cls, saved: Mapping[str, Any]) -> "Counts":
+        """From `asdict`. Raises KeyError, TypeError or ValueError for anything else."""
+        return cls(**{field.name: whole(field.name, saved[field.name]) for field in fields(cls)})
 
     def add(self, num_usable: IntArray, num_certain: int, num_episodes: int) -> None:
         """Count N groups: num_usable [N] rewards each, num_certain groups without signal among them."""

@@ -120,6 +120,7 @@ class TaskSampler:
         self._table.add(keys, step=-1)
         if not len(self._table):
             raise ValueError("keys is empty; give at least one task")
+        self._admitted: dict[Key, None] = {}  # tasks that a stream brought, in order
         self._num_draws = 0  # of random generators: with the seed, the whole random state
         self._credit = 0.0  # revisit slots earned and not yet given, below 1
         self._pool_size = 0  # at the last selection
@@ -151,7 +152,10 @@ class TaskSampler:
 
     def remove(self, keys: Iterable[object]) -> None:
         """Tasks that leave the run and are forgotten. ValueError for unknown keys, or if none is left."""
+        keys = list(keys)
         self._table.remove(keys)
+        for key in keys:
+            self._admitted.pop(task_key(key), None)
 
     def pool(self, n: int, step: int) -> list[Key]:
         """The keys from which the caller draws n at random, with a generator of its own: all of them for
@@ -194,7 +198,8 @@ class TaskSampler:
 
     def admit(self, task: object, step: int) -> bool:
         """Whether to roll out the next task of a stream without end (rule 'skip'). An unknown task is added
-        and admitted; one with c certain groups in a row is admitted with probability max(revisit, 2^-c)."""
+        and admitted; one with c certain groups in a row is admitted with probability max(revisit, 2^-c).
+        The state holds every task that it added, until `remove`; a resumed sampler has them again."""
         if self._rule != "skip":
             raise ValueError(
                 f"admit needs select='skip', this sampler has {self._rule!r}; use select(n, step)"
@@ -202,6 +207,7 @@ class TaskSampler:
         step = whole("step", step)
         if task not in self._table:
             self._table.add([task], step)
+            self._admitted[task_key(task)] = None
         num_certain = self._table.num_certain[self._table.rows([task])]
         keep = keep_probability(num_certain, min(self._revisit, 1.0))
         return bool(self._generator().random() < keep[0])
@@ -293,28 +299,42 @@ class TaskSampler:
             "last_step": self._last_step,
             "total": asdict(self._total),
             "of_step": asdict(self._of_step),
+            "admitted": list(self._admitted),
             "tasks": self._table.to_json(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state. Tasks that are new since then are unseen; those that are gone are dropped.
+        With the rule 'skip', those that `admit` added are added again.
 
         The rule and its settings stay this sampler's own. Raises ValueError, and changes nothing, if the
         state is incomplete or comes from another estimator, whose numbers mean something else.
         """
+        if not isinstance(cast(object, state), Mapping):
+            raise ValueError(f"not a TaskSampler's state: {state!r}")
         if state.get("estimator") != repr(self._estimator):
             raise ValueError(
                 f"the state is of estimator {state.get('estimator')}, this sampler has {self._estimator!r}; "
                 "make it with the same estimator"
             )
         try:
-            names = ("seed", "num_draws", "credit", "pool_size", "last_step")
-            seed, num_draws, credit, pool_size, last_step = (state[name] for name in names)
-            total, of_step = Counts(**state["total"]), Counts(**state["of_step"])
-            columns = state["tasks"]
-        except (KeyError, TypeError) as error:
+            seed = whole("seed", state["seed"], most=math.inf)
+            num_draws, pool_size = (whole(name, state[name]) for name in ("num_draws", "pool_size"))
+            last_step, credit = whole("last_step", state["last_step"], -1), float(state["credit"])
+            if not 0 <= credit < 1:
+                raise ValueError(f"credit must lie in [0, 1), got {credit}")
+            total, of_step = Counts.of_json(state["total"]), Counts.of_json(state["of_step"])
+            columns, admitted = state["tasks"], list(map(task_key, state.get("admitted", ())))
+            if not set(admitted) <= set(columns["key"]):
+                raise ValueError("it admitted tasks of which it holds nothing")
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a TaskSampler's state: {error!r}") from error
-        self._table.load_json(columns, last_step)
+        table = TaskTable(self._estimator)
+        table.add(self._table.keys, step=-1)
+        if self._rule == "skip":
+            table.add(dict.fromkeys(key for key in admitted if key not in table), last_step)
+        table.load_json(columns, last_step)
+        self._table, self._admitted = table, {key: None for key in admitted if key in table}
         self._seed, self._num_draws, self._credit = seed, num_draws, credit
         self._pool_size, self._last_step = pool_size, last_step
         self._total, self._of_step = total, of_step

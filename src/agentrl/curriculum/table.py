@@ -91,12 +91,13 @@ class TaskTable:
     def add(self, tasks: Iterable[object], step: int) -> None:
         """Append unseen tasks; ValueError, and no change, if a key is there already or comes twice."""
         new = [task_key(task) for task in tasks]
-        index = dict(self._index)
+        index: dict[Key, int] = {}
         for key in new:
-            if key in index:
+            if key in self._index or key in index:
                 raise ValueError(f"duplicate task key {key!r}; keys must tell tasks apart")
-            index[key] = len(index)
-        self.keys, self._index = [*self.keys, *new], index
+            index[key] = len(self.keys) + len(index)
+        self.keys.extend(new)
+        self._index.update(index)
         self.states = np.concatenate([self.states, np.tile(self.estimator.initial(), (len(new), 1))])
         self.since = np.concatenate([self.since, np.full(len(new), step)])
         self.evidence = np.concatenate([self.evidence, np.full(len(new), step)])
@@ -146,12 +147,45 @@ class TaskTable:
         """Take over the saved rows of this table's tasks. A task without one is unseen since `step`; a saved
         one that is not in the table is dropped. ValueError, and no change, for columns that do not fit."""
         try:
-            saved = {row[0]: row[1:] for row in zip(*(columns[name] for name in COLUMNS), strict=True)}
+            rows = list(zip(*(columns[name] for name in COLUMNS), strict=True))
+            saved = {row[0]: row[1:] for row in rows}
+            if len(saved) < len(rows):
+                raise ValueError("a key comes twice")
+            for key, state, since, evidence, visited, num_certain in rows:
+                self._check_row(key, state, visited)
+                for name, value, least in (
+                    ("since", since, -1),
+                    ("evidence", evidence, -1),
+                    ("num_certain", num_certain, 0),
+                ):
+                    whole(name, value, least)
             unseen = (self.estimator.initial(), step, step, False, 0)
             states, *others = zip(*(saved.get(key, unseen) for key in self.keys), strict=True)
-            new_states = np.array([np.array(row, np.float64) for row in states]).reshape(self.states.shape)
+            new_states = np.array(states, np.float64).reshape(self.states.shape)
             since, evidence, num_certain = (np.array(others[i], np.int64) for i in (0, 1, 3))
+            self._check_states(new_states)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the columns of a task table: {error!r}") from error
         self.states, self.since, self.evidence = new_states, since, evidence
         self.visited, self.num_certain = np.array(others[2], np.bool_), num_certain
+
+    def _check_row(self, key: object, state: Sequence[Any], visited: object) -> None:
+        if not isinstance(key, (str, int)):
+            raise ValueError(f"a key is a str or an int, got {key!r}")
+        numbers = all(x is None or (isinstance(x, (int, float)) and math.isfinite(x)) for x in state)
+        if len(state) != self.states.shape[1] or not numbers:
+            raise ValueError(f"the state of {key!r} is {state!r}, not {self.states.shape[1]} numbers")
+        if not isinstance(visited, bool):
+            raise ValueError(f"visited is true or false, got {visited!r} for {key!r}")
+
+    def _check_states(self, states: FloatArray) -> None:
+        """Raises ValueError for states of which the estimator cannot make a mean and a signal."""
+        now = np.zeros(len(states))
+        with np.errstate(all="ignore"):
+            mean, signal = self.estimator.mean(states, now), self.estimator.signal(states, now)
+        bad = ~(np.isfinite(mean) & np.isfinite(signal) & (signal >= 0))
+        if bad.any():
+            i = int(np.argmax(bad))
+            raise ValueError(
+                f"the state of {self.keys[i]!r}, {states[i].tolist()}, is none of {self.estimator!r}"
+            )
