@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -300,3 +301,67 @@ def test_a_state_without_a_stream_still_drops_what_is_gone() -> None:
     stream.admit("b", 0)
     other.load_state_dict(stream.state_dict())
     assert other.keys == ("a",)
+
+
+# tasks whose environment is broken
+
+
+@pytest.mark.parametrize(("rule", "fill"), [("top", True), ("proportional", True), ("top", False)])
+def test_a_task_that_always_breaks_is_left_to_the_revisits(rule: Any, fill: bool) -> None:
+    """It stays unseen, so worth more than every solved task: without the count it has a slot each step.
+
+    20 tasks in 8 slots: due every 25 steps at the earliest, so 200 steps have 8 such visits. The tries that
+    chance lets through come to 1 + 1/2 + 1/4 + ...: 2 on average, whatever is unfilled apart.
+    """
+    sampler = TaskSampler(range(20), select=rule, fill=fill)
+    num_visits = 0
+    for step in range(200):
+        keys = sampler.select(8, step)
+        assert len(set(keys)) == len(keys) == 8
+        num_visits += 0 in keys
+        groups = [[None] * 8 if key == 0 else [1.0, 0.0] * 4 if int(key) < 9 else [1.0] * 8 for key in keys]
+        sampler.observe_groups(keys, groups, step)
+    assert 4 <= num_visits <= 16
+    for step in range(200, 260):  # repaired
+        for key in sampler.select(8, step):
+            sampler.observe(key, [1.0, 0.0] * 4 if int(key) < 9 else [1.0] * 8, step)
+    assert sampler.state_dict()["tasks"]["num_broken"] == [0] * 20
+    assert rule != "top" or 0 in sampler.select(9, 260)
+
+
+def test_broken_groups_are_counted_in_order_and_saved() -> None:
+    one, other = TaskSampler(["a", "b"]), TaskSampler(["a", "b"])
+    keys, groups = ["a", "b", "a", "b"], [[1.0], [None], [None], [math.nan]]
+    one.observe_groups(keys, groups, 0)
+    for key, group in zip(keys, groups, strict=True):
+        other.observe(key, group, 0)
+    state = one.state_dict()
+    assert state == other.state_dict()
+    assert state["tasks"]["num_broken"] == [1, 2]
+    back = TaskSampler(["b", "a"])
+    back.load_state_dict(json.loads(json.dumps(state)))
+    assert back.state_dict()["tasks"]["num_broken"] == [2, 1]
+    del state["tasks"]["num_broken"]  # as states before it were
+    back.load_state_dict(state)
+    assert back.state_dict()["tasks"]["num_broken"] == [0, 0]
+
+
+def test_a_group_that_comes_late_is_no_part_of_the_last_step() -> None:
+    sampler = TaskSampler(range(3))
+    sampler.observe(0, [1, 0], 5)
+    sampler.observe_groups([1, 2], [[1, 1], [1, 1]], 3)
+    metrics = sampler.metrics()
+    assert (metrics["n_episodes"], metrics["zero_adv_frac"], metrics["num_episodes"]) == (2, 0.0, 6)
+    sampler.observe(1, [0, 0], 5)
+    assert sampler.metrics()["zero_adv_frac"] == 0.5
+
+
+def test_a_metric_of_none_is_no_evidence() -> None:
+    played = [
+        SimpleNamespace(reward=0.3, info={"task": "a", "passed": passed}, group="a", episode=str(i))
+        for i, passed in enumerate([True, None, False])
+    ]
+    sampler = TaskSampler(["a"], metric="passed")
+    sampler.observe_trajectories(played, 0)
+    assert sampler.state_dict()["tasks"]["state"] == [[1.0, 1.0]]
+    assert sampler.metrics()["num_errored_episodes"] == 1

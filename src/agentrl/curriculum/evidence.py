@@ -48,7 +48,7 @@ def rewards_by_group(
         elif metric is None:
             value = trajectory.reward
         elif metric in info:
-            value = float(info[metric])
+            value = None if info[metric] is None else float(info[metric])
         else:
             raise ValueError(f"info of a trajectory of task {info['task']!r} has no {metric!r}")
         group = groups.setdefault((task_key(info["task"]), trajectory.group), {})

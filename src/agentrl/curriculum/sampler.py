@@ -173,6 +173,9 @@ class TaskSampler:
         else:
             due = self._due(view, rng)
             priority = RULES[self._rule](view, rng)
+            num_broken = self._table.num_broken
+            if num_broken.any():  # not evidence, but rollouts that nobody can use
+                priority[rng.random(priority.size) >= keep_probability(num_broken, 0.0)] = -np.inf
             priority[due] = -np.inf
             chosen = np.concatenate([due, _largest(priority, n - due.size)])
         wanted = n if self._fill else 1  # a step without any task would be the end of the run
@@ -229,7 +232,8 @@ class TaskSampler:
     def observe(self, key: object, rewards: Sequence[float | None], step: int) -> None:
         """Take in the rewards of one group that `key` played at `step`; None or NaN where an episode broke.
 
-        A group of which nothing is left counts as a visit, not as evidence. Raises ValueError for unknown
+        A group of which nothing is left counts as a visit, not as evidence; a task with c of them in a row is
+        passed over with probability 1 - 2^-c, until it is due. Raises ValueError for unknown
         keys and infinite rewards.
         """
         self.observe_groups([key], [rewards], step)
@@ -251,10 +255,12 @@ class TaskSampler:
             first = remaining[np.unique(rows[remaining], return_index=True)[1]]
             num_certain += int(self._table.learn(rows[first], rewards[first], step).sum())
             remaining = np.setdiff1d(remaining, first)
+        self._table.count_broken(rows, num_usable == 0)
         self._table.visit(rows, step)
         if step > self._last_step:
             self._last_step, self._of_step = step, Counts()
-        for counts in (self._total, self._of_step):
+        # A group of an earlier step that comes late is no part of the last one.
+        for counts in (self._total, self._of_step) if step == self._last_step else (self._total,):
             counts.add(num_usable, num_certain, num_episodes=sum(map(len, groups)))
 
     def observe_trajectories(self, trajectories: Iterable[Played], step: int) -> None:
