@@ -357,7 +357,7 @@ def test_a_group_that_comes_late_is_no_part_of_the_last_step() -> None:
 
 
 def test_a_metric_of_none_is_no_evidence() -> None:
-    played = [
+    played: list[Any] = [
         SimpleNamespace(reward=0.3, info={"task": "a", "passed": passed}, group="a", episode=str(i))
         for i, passed in enumerate([True, None, False])
     ]

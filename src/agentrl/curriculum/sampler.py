@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from agentrl.curriculum.evidence import Counts, Played, reward_rows, rewards_by_group
-from agentrl.curriculum.pass_rate import BetaPosterior, Estimator, FloatArray, LastGroup
+from agentrl.curriculum.pass_rate import BetaPosterior, Estimator, FloatArray, LastGroup, estimator_name
 from agentrl.curriculum.rules import RULES, IntArray, View, allocate, keep_probability
 from agentrl.curriculum.table import Key, TaskTable, task_key, whole
 
@@ -60,7 +60,8 @@ class TaskSampler:
 
     Args:
         keys: The tasks: str, int, or objects with `.key` or `.name`. `select` returns keys (str or int).
-        estimator: What past rewards say; see `curriculum/pass_rate`. Default `BetaPosterior()`.
+        estimator: What past rewards say; see `curriculum/pass_rate`. Default `BetaPosterior()`; for 'band' the
+            textbook's `LastGroup()`, since a posterior's mean never leaves the band (0, 1).
         select: The rule; see `curriculum/rules`.
         low, high: A task is inside the band where low < estimated mean < high. Tasks outside get a slot only
             by `revisit` and `fill`. With `BetaPosterior` every task is inside (0, 1).
@@ -95,7 +96,8 @@ class TaskSampler:
     ) -> None:
         if isinstance(keys, str):
             raise ValueError(f"keys is the single string {keys!r}; give a list of tasks")
-        estimator = BetaPosterior() if estimator is None else estimator
+        if estimator is None:
+            estimator = LastGroup() if select == "band" else BetaPosterior()
         if select not in RULES:
             raise ValueError(f"no selection rule {select!r}; rules are {', '.join(RULES)}")
         if not low < high:
@@ -297,7 +299,7 @@ class TaskSampler:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to select as this one would, in plain JSON."""
         return {
-            "estimator": repr(self._estimator),
+            "estimator": estimator_name(self._estimator),
             "seed": self._seed,
             "num_draws": self._num_draws,
             "credit": self._credit,
@@ -318,9 +320,10 @@ class TaskSampler:
         """
         if not isinstance(cast(object, state), Mapping):
             raise ValueError(f"not a TaskSampler's state: {state!r}")
-        if state.get("estimator") != repr(self._estimator):
+        if state.get("estimator") != estimator_name(self._estimator):
             raise ValueError(
-                f"the state is of estimator {state.get('estimator')}, this sampler has {self._estimator!r}; "
+                f"the state is of estimator {state.get('estimator')}, this sampler has "
+                f"{estimator_name(self._estimator)}; "
                 "make it with the same estimator"
             )
         try:
