@@ -60,8 +60,8 @@ class TaskSampler:
 
     Args:
         keys: The tasks: str, int, or objects with `.key` or `.name`. `select` returns keys (str or int).
-        estimator: What past rewards say; see `curriculum/pass_rate`. Default `BetaPosterior()`; for 'band' the
-            textbook's `LastGroup()`, since a posterior's mean never leaves the band (0, 1).
+        estimator: What past rewards say; see `curriculum/pass_rate`. Default `BetaPosterior()`; 'band' has
+            the textbook's `LastGroup()`, since a posterior's mean never leaves the band (0, 1).
         select: The rule; see `curriculum/rules`.
         low, high: A task is inside the band where low < estimated mean < high. Tasks outside get a slot only
             by `revisit` and `fill`. With `BetaPosterior` every task is inside (0, 1).
@@ -313,7 +313,8 @@ class TaskSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state. Tasks that are new since then are unseen; those that are gone are dropped.
-        With the rule 'skip', those that `admit` added are added again.
+        With the rule 'skip', those that `admit` added are added again. The order of `keys` becomes that of
+        the state, with new tasks behind, so the order in which this sampler was given them does not matter.
 
         The rule and its settings stay this sampler's own. Raises ValueError, and changes nothing, if the
         state is incomplete or comes from another estimator, whose numbers mean something else.
@@ -333,15 +334,19 @@ class TaskSampler:
             if not 0 <= credit < 1:
                 raise ValueError(f"credit must lie in [0, 1), got {credit}")
             total, of_step = Counts.of_json(state["total"]), Counts.of_json(state["of_step"])
-            columns, admitted = state["tasks"], list(map(task_key, state.get("admitted", ())))
-            if not set(admitted) <= set(columns["key"]):
+            columns, admitted = state["tasks"], dict.fromkeys(map(task_key, state.get("admitted", ())))
+            saved = dict.fromkeys(columns["key"])
+            if not admitted.keys() <= saved.keys():
                 raise ValueError("it admitted tasks of which it holds nothing")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a TaskSampler's state: {error!r}") from error
-        table = TaskTable(self._estimator)
-        table.add(self._table.keys, step=-1)
+        own = {key: key for key in self._table.keys}
         if self._rule == "skip":
-            table.add(dict.fromkeys(key for key in admitted if key not in table), last_step)
+            own = {key: key for key in admitted} | own
+        # In the saved order, which random choices depend on, whatever the order of this sampler's keys.
+        table = TaskTable(self._estimator)
+        table.add([own[key] for key in saved if key in own], last_step)
+        table.add([key for key in own if key not in saved], last_step)
         table.load_json(columns, last_step)
         self._table, self._admitted = table, {key: None for key in admitted if key in table}
         self._seed, self._num_draws, self._credit = seed, num_draws, credit
