@@ -394,6 +394,10 @@ def test_group_sizes_follow_the_expected_spread() -> None:
     ("make", "message"),
     [
         (lambda: TaskSampler([]), "keys is empty"),
+        (lambda: TaskSampler(5), "keys must be a list of tasks, got 5"),  # type: ignore[arg-type]
+        (lambda: TaskSampler(["a"], BetaPosterior), "estimator must be one such as"),  # type: ignore[arg-type]
+        (lambda: TaskSampler(["a"], "beta"), "estimator must be one such as"),  # type: ignore[arg-type]
+        (lambda: TaskSampler(["a"], select=["top"]), "no selection rule"),  # type: ignore[arg-type]
         (lambda: TaskSampler("abs"), "single string 'abs'"),
         (lambda: TaskSampler(["a", "b", "a"]), "duplicate task key 'a'"),
         (lambda: TaskSampler([1.5]), "has .key or .name"),

@@ -96,9 +96,13 @@ class TaskSampler:
     ) -> None:
         if isinstance(keys, str):
             raise ValueError(f"keys is the single string {keys!r}; give a list of tasks")
+        if not isinstance(cast(object, keys), Iterable):
+            raise ValueError(f"keys must be a list of tasks, got {keys!r}")
         if estimator is None:
             estimator = LastGroup() if select == "band" else BetaPosterior()
-        if select not in RULES:
+        if isinstance(estimator, type) or not hasattr(estimator, "is_pass_rate"):
+            raise ValueError(f"estimator must be one such as BetaPosterior(), got {estimator!r}")
+        if not isinstance(cast(object, select), str) or select not in RULES:
             raise ValueError(f"no selection rule {select!r}; rules are {', '.join(RULES)}")
         if not low < high:
             raise ValueError(f"the band needs low < high, got ({low}, {high})")
