@@ -383,3 +383,12 @@ def test_a_resumed_run_does_not_depend_on_the_order_of_its_keys(rule: Any) -> No
         keys = whole.select(6, step)
         for key in map(str, keys):
             whole.observe(key, [float(len(key) + step > i) for i in range(30, 34)], step)
+
+
+def test_a_stream_passes_over_a_task_that_always_breaks() -> None:
+    sampler = TaskSampler(["a"], select="skip", revisit=0)
+    for step in range(40):
+        sampler.observe("a", [None] * 4, step)
+    assert not any(sampler.admit("a", 40) for _ in range(100))
+    sampler.observe("a", [1, 0], 41)
+    assert all(sampler.admit("a", 42) for _ in range(100))

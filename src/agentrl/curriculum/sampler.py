@@ -207,7 +207,7 @@ class TaskSampler:
 
     def admit(self, task: object, step: int) -> bool:
         """Whether to roll out the next task of a stream without end (rule 'skip'). An unknown task is added
-        and admitted; one with c certain groups in a row is admitted with probability max(revisit, 2^-c).
+        and admitted; one with c certain or broken groups in a row with probability max(revisit, 2^-c).
         The state holds every task that it added, until `remove`; a resumed sampler has them again."""
         if self._rule != "skip":
             raise ValueError(
@@ -217,8 +217,9 @@ class TaskSampler:
         if task not in self._table:
             self._table.add([task], step)
             self._admitted[task_key(task)] = None
-        num_certain = self._table.num_certain[self._table.rows([task])]
-        keep = keep_probability(num_certain, min(self._revisit, 1.0))
+        rows = self._table.rows([task])
+        num_useless = self._table.num_certain[rows] + self._table.num_broken[rows]
+        keep = keep_probability(num_useless, min(self._revisit, 1.0))
         return bool(self._generator().random() < keep[0])
 
     def group_sizes(
