@@ -1,6 +1,6 @@
 """The estimators' pinned numbers, and the properties that selection relies on."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from agentrl.curriculum.pass_rate import (
     group_variance,
     mixed_probability,
 )
+from agentrl.curriculum.sampler import TaskSampler
 
 NOW = np.zeros(1)
 ALL: list[Any] = [LastGroup(), WindowMean(3), EMA(0.3), BetaPosterior(), DiscountedVariance()]
@@ -167,3 +168,43 @@ def test_beta_refuses_rewards_that_are_neither_pass_nor_failure() -> None:
 def test_constants_out_of_range(make: Any) -> None:
     with pytest.raises(ValueError, match=r"must be|must lie"):
         make()
+
+
+class Plain:
+    """An estimator of a user's own, no dataclass: the last group's mean."""
+
+    is_pass_rate: ClassVar[bool] = True
+
+    def initial(self) -> Any:
+        return np.zeros(1)
+
+    def update(self, states: Any, rewards: Any, elapsed: Any) -> Any:
+        return np.nanmean(rewards, axis=1, keepdims=True)
+
+    def mean(self, states: Any, elapsed: Any) -> Any:
+        return states[:, 0]
+
+    def signal(self, states: Any, elapsed: Any) -> Any:
+        return states[:, 0] * (1 - states[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (BetaPosterior(prior=(1, 1), discount=0), BetaPosterior(discount=0.0)),
+        (BetaPosterior(prior=[1, 1], time_discount=1), BetaPosterior(time_discount=1.0)),  # type: ignore
+        (LastGroup(init=0), LastGroup(init=0.0)),
+        (WindowMean(3, init=1), WindowMean(3, init=1.0)),
+        (EMA(rate=1, init=1), EMA(rate=1.0, init=1.0)),
+        (DiscountedVariance(1, 1, 2), DiscountedVariance(1.0, 1.0, 2.0)),
+        (Plain(), Plain()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_state_knows_its_estimator_however_its_constants_are_written(one: Any, other: Any) -> None:
+    first, second = TaskSampler(["a", "b"], one), TaskSampler(["a", "b"], other)
+    first.observe("a", [1, 0, 0], 0)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    with pytest.raises(ValueError, match="make it with the same estimator"):
+        TaskSampler(["a", "b"], BetaPosterior(discount=0.123)).load_state_dict(first.state_dict())

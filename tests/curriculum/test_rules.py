@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.curriculum.pass_rate import BetaPosterior, FloatArray
 from agentrl.curriculum.rules import RULES, View, allocate, band, pools, proportional, skip, thompson, top
+from agentrl.curriculum.sampler import TaskSampler
 
 
 def view_of(mean: FloatArray, num_slots: int, **changes: Any) -> View:
@@ -139,3 +140,13 @@ def test_allocate_is_proportional_and_refuses_the_impossible() -> None:
     assert allocate(9, np.zeros(3), 2, 32) == [3, 3, 3]
     with pytest.raises(ValueError, match="cannot sum to 3"):
         allocate(3, np.ones(2), 2, 8)
+
+
+def test_a_band_without_an_estimator_is_the_textbooks() -> None:
+    """A posterior's mean never leaves (0, 1): every task would be inside, and the rule no rule at all."""
+    sampler = TaskSampler(range(10), select="band")
+    for key in range(10):
+        sampler.observe(key, [1, 0] * 4 if key == 3 else [float(key % 2)] * 8, 0)
+    assert sampler.metrics()["num_inside"] == 1
+    assert all(3 in sampler.select(2, step) for step in range(1, 20))
+    assert sampler.state_dict()["estimator"] == "LastGroup(init=0.5)"

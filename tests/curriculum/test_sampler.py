@@ -336,12 +336,13 @@ def test_state_survives_added_and_removed_tasks() -> None:
     second = TaskSampler(["new", "b", "a"])
     second.load_state_dict(first.state_dict())
     tasks = second.state_dict()["tasks"]
-    assert tasks["state"] == [[0.0, 0.0], [4.0, 4.0], [8.0, 0.0]]
+    assert tasks["key"] == ["a", "b", "new"]
+    assert tasks["state"] == [[8.0, 0.0], [4.0, 4.0], [0.0, 0.0]]
     assert tasks["since"] == [5, 5, 5]
-    assert tasks["visited"] == [False, True, True]
+    assert tasks["visited"] == [True, True, False]
     second.add(["late"], step=7)
     second.remove(["a"])
-    assert second.keys == ("new", "b", "late")
+    assert second.keys == ("b", "new", "late")
     assert sorted(map(str, second.select(3, 8))) == ["b", "late", "new"]
 
 
@@ -393,6 +394,10 @@ def test_group_sizes_follow_the_expected_spread() -> None:
     ("make", "message"),
     [
         (lambda: TaskSampler([]), "keys is empty"),
+        (lambda: TaskSampler(5), "keys must be a list of tasks, got 5"),  # type: ignore[arg-type]
+        (lambda: TaskSampler(["a"], BetaPosterior), "estimator must be one such as"),  # type: ignore[arg-type]
+        (lambda: TaskSampler(["a"], "beta"), "estimator must be one such as"),  # type: ignore[arg-type]
+        (lambda: TaskSampler(["a"], select=["top"]), "no selection rule"),  # type: ignore[arg-type]
         (lambda: TaskSampler("abs"), "single string 'abs'"),
         (lambda: TaskSampler(["a", "b", "a"]), "duplicate task key 'a'"),
         (lambda: TaskSampler([1.5]), "has .key or .name"),

@@ -273,3 +273,10 @@ def test_settings_of_a_curriculum_are_kept_in_the_file_of_the_run(tmp_path: Path
 def test_keys_must_be_the_tasks_names() -> None:
     with pytest.raises(ValueError, match="must be the names of the tasks"):
         SampledTasks(TASKS, TaskSampler(["abs"]), 3, "top")
+
+
+def test_a_checkpoint_without_the_samplers_state_is_refused() -> None:
+    trainer = new_trainer("top")
+    damaged = replace(trainer.checkpoint(), curriculum={"name": "top"})
+    with pytest.raises(ValueError, match="make it with the same estimator"):
+        trainer.restore(damaged)

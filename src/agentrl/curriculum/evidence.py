@@ -2,15 +2,17 @@
 
 # N groups, G episodes of the largest
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from agentrl.curriculum.pass_rate import FloatArray
 from agentrl.curriculum.rules import IntArray
-from agentrl.curriculum.table import Key, task_key
+from agentrl.curriculum.table import Key, task_key, whole
+
+MAX_REWARD = 1e100  # in size: sums of squares must not overflow
 
 Group = Sequence[float | None]  # rewards; None or NaN where an episode broke
 
@@ -46,7 +48,7 @@ def rewards_by_group(
         elif metric is None:
             value = trajectory.reward
         elif metric in info:
-            value = float(info[metric])
+            value = None if info[metric] is None else float(info[metric])
         else:
             raise ValueError(f"info of a trajectory of task {info['task']!r} has no {metric!r}")
         group = groups.setdefault((task_key(info["task"]), trajectory.group), {})
@@ -57,11 +59,15 @@ def rewards_by_group(
 def reward_rows(keys: Sequence[object], groups: Sequence[Group]) -> FloatArray:
     """The groups' rewards [N, G], NaN where an episode broke and behind a smaller group's last.
 
-    Raises ValueError for infinite rewards, with the key of their group.
+    Raises ValueError, with the key of the group, for what is no sequence of numbers, and for rewards that are
+    infinite or whose squares might be.
 
     >>> reward_rows(["abs", "max"], [[1, None], [0]]).tolist()
     [[1.0, nan], [0.0, nan]]
     """
+    for key, group in zip(keys, groups, strict=True):
+        if not hasattr(group, "__len__") or np.ndim(cast(Any, group)) != 1:
+            raise ValueError(f"the rewards of task {key!r} must be a list of numbers, got {group!r}")
     sizes = [len(group) for group in groups]
     if len(set(sizes)) == 1:
         rewards = np.array(groups, np.float64).reshape(len(groups), -1)
@@ -69,10 +75,14 @@ def reward_rows(keys: Sequence[object], groups: Sequence[Group]) -> FloatArray:
         rewards = np.full((len(groups), max(sizes)), np.nan)
         for i, group in enumerate(groups):
             rewards[i, : sizes[i]] = np.array(group, np.float64)
-    infinite = np.isinf(rewards).any(1)
-    if infinite.any():
-        key = keys[int(np.argmax(infinite))]
-        raise ValueError(f"task {key!r} has an infinite reward; rewards must be finite, None or NaN")
+    too_large = np.abs(rewards) > MAX_REWARD
+    if too_large.any():
+        row, column = np.argwhere(too_large)[0]
+        value = float(rewards[row, column])
+        what = "an infinite reward" if np.isinf(value) else f"a reward of {value:g}"
+        raise ValueError(
+            f"task {keys[row]!r} has {what}; rewards must be finite, {MAX_REWARD:g} at most, None or NaN"
+        )
     return rewards
 
 
@@ -84,6 +94,11 @@ class Counts:
     num_zero_adv_groups: int = 0
     num_episodes: int = 0  # errored ones too
     num_errored_episodes: int = 0
+
+    @classmethod
+    def of_json(cls, saved: Mapping[str, Any]) -> "Counts":
+        """From `asdict`. Raises KeyError, TypeError or ValueError for anything else."""
+        return cls(**{field.name: whole(field.name, saved[field.name]) for field in fields(cls)})
 
     def add(self, num_usable: IntArray, num_certain: int, num_episodes: int) -> None:
         """Count N groups: num_usable [N] rewards each, num_certain groups without signal among them."""

@@ -7,7 +7,7 @@ row of floats for each task, so a thousand tasks are updated, or read, in one ca
 # K tasks, N groups observed together (of N different tasks), G episodes a group, F floats of state a task
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,10 @@ FloatArray = NDArray[np.float64]
 
 
 class Estimator(Protocol):
-    """What `TaskSampler` needs of an estimator; any class with these members will do."""
+    """What `TaskSampler` needs of an estimator; any class with these members will do.
+
+    A state names its estimator by its repr, so that one with other constants is refused: best a dataclass.
+    """
 
     is_pass_rate: ClassVar[bool]  # whether `mean` is a pass rate, so that a band (low, high) means something
 
@@ -36,6 +39,16 @@ class Estimator(Protocol):
     def signal(self, states: FloatArray, elapsed: FloatArray) -> FloatArray:
         """Expected variance [K] of the reward within the task's next group; 0: no gradient expected."""
         ...
+
+
+def estimator_name(estimator: Estimator) -> str:
+    """What a saved state calls its estimator: its repr, or its class where that would be an address.
+
+    >>> estimator_name(BetaPosterior(prior=(1, 1))) == estimator_name(BetaPosterior())
+    True
+    """
+    kind = type(estimator)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(estimator)
 
 
 def mixed_probability(pass_rate: float | FloatArray, group_size: int) -> FloatArray:
@@ -75,6 +88,12 @@ def bernoulli_variance(mean: FloatArray) -> FloatArray:
     return np.maximum(mean * (1 - mean), 0.0)
 
 
+def _as_floats(estimator: Any, *names: str) -> None:
+    """Make constants floats, so that 1 and 1.0 have one repr."""
+    for name in names:
+        object.__setattr__(estimator, name, float(getattr(estimator, name)))
+
+
 def _check_share(name: str, value: float, *, zero: bool = False) -> None:
     if not (0 < value <= 1 or (zero and value == 0)):
         raise ValueError(f"{name} must lie in {'[0' if zero else '(0'}, 1], got {value}")
@@ -94,6 +113,9 @@ class LastGroup:
 
     init: float = 0.5
     is_pass_rate: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _as_floats(self, "init")
 
     def initial(self) -> FloatArray:
         return np.array([self.init])
@@ -119,6 +141,7 @@ class WindowMean:
     def __post_init__(self) -> None:
         if self.num_groups < 1:
             raise ValueError(f"num_groups must be at least 1, got {self.num_groups}")
+        _as_floats(self, "init")
 
     def initial(self) -> FloatArray:
         return np.full(self.num_groups, np.nan)
@@ -144,6 +167,7 @@ class EMA:
 
     def __post_init__(self) -> None:
         _check_share("rate", self.rate)
+        _as_floats(self, "rate", "init")
 
     def initial(self) -> FloatArray:
         return np.array([np.nan])
@@ -191,6 +215,8 @@ class BetaPosterior:
             raise ValueError(f"prior must be two positive pseudo-counts (passes, failures), got {self.prior}")
         _check_share("discount", self.discount, zero=True)
         _check_share("time_discount", self.time_discount)
+        _as_floats(self, "discount", "time_discount")
+        object.__setattr__(self, "prior", (float(self.prior[0]), float(self.prior[1])))
 
     def initial(self) -> FloatArray:
         return np.zeros(2)
@@ -253,6 +279,7 @@ class DiscountedVariance:
         _check_share("time_discount", self.time_discount)
         if not self.prior_degrees > 0:
             raise ValueError(f"prior_degrees must be positive, got {self.prior_degrees}")
+        _as_floats(self, "discount", "time_discount", "prior_degrees")
 
     def initial(self) -> FloatArray:
         return np.zeros(4)  # S, D, discounted sum of rewards, discounted number of rewards

@@ -103,7 +103,8 @@ def skip(view: View, rng: np.random.Generator) -> FloatArray:
 
 def pools(view: View, rng: np.random.Generator) -> FloatArray:
     """Three pools: hard (mean <= low), normal, easy (mean >= high). Hard and easy have a fixed share of the
-    slots each, half of `revisit`; a pool that is too small leaves its slots to the normal one, or to any."""
+    slots each, half of `revisit`; a pool that is too small leaves its slots to the normal one, or to any.
+    Tasks of any pool that are due come besides."""
     order = rng.random(view.mean.size)
     priority = np.where(view.inside, 1 + order, order)
     for pool in (view.below, ~view.inside & ~view.below):

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from agentrl.curriculum.evidence import Counts, Played, reward_rows, rewards_by_group
-from agentrl.curriculum.pass_rate import BetaPosterior, Estimator, FloatArray, LastGroup
+from agentrl.curriculum.pass_rate import BetaPosterior, Estimator, FloatArray, LastGroup, estimator_name
 from agentrl.curriculum.rules import RULES, IntArray, View, allocate, keep_probability
-from agentrl.curriculum.table import Key, TaskTable, task_key
+from agentrl.curriculum.table import Key, TaskTable, task_key, whole
 
 Task = TypeVar("Task")
 RuleName = Literal["uniform", "band", "top", "proportional", "thompson", "skip", "pools"]
@@ -27,24 +27,25 @@ def filter_by_pass_rate(
     """The tasks, in order, whose pass rate lies strictly inside (low, high): low < p < high.
 
     `pass_rates` holds one number a task, in the order of `tasks`, or maps each task's key (its name) to it. A
-    pass rate of NaN lies nowhere. Raises ValueError for a rate that is missing.
+    pass rate of NaN lies nowhere. Raises ValueError for a rate that is missing, or None.
 
     >>> filter_by_pass_rate(["abs", "max", "sum"], [0.0, 0.5, 1.0])
     ['max']
     >>> filter_by_pass_rate(["abs", "max"], {"abs": 1.0, "max": 0.25}, high=2)
     ['abs', 'max']
     """
+    tasks = list(tasks)
     if isinstance(pass_rates, Mapping):
-        keys = [task_key(task) for task in tasks]
-        missing = [key for key in keys if key not in pass_rates]
-        if missing:
-            raise ValueError(f"no pass rate for {len(missing)} of {len(keys)} tasks, first {missing[0]!r}")
-        rates = [pass_rates[key] for key in keys]
+        rates = [pass_rates.get(task_key(task)) for task in tasks]
     else:
         rates = list(pass_rates)
         if len(rates) != len(tasks):
             raise ValueError(f"got {len(rates)} pass rates for {len(tasks)} tasks; give one a task, in order")
-    return [task for task, rate in zip(tasks, rates, strict=True) if low < rate < high]
+    missing = [task_key(task) for task, rate in zip(tasks, rates, strict=True) if rate is None]
+    if missing:
+        raise ValueError(f"no pass rate for {len(missing)} of {len(tasks)} tasks, first {missing[0]!r}")
+    given = zip(tasks, rates, strict=True)
+    return [task for task, rate in given if rate is not None and low < rate < high]
 
 
 class TaskSampler:
@@ -59,7 +60,8 @@ class TaskSampler:
 
     Args:
         keys: The tasks: str, int, or objects with `.key` or `.name`. `select` returns keys (str or int).
-        estimator: What past rewards say; see `curriculum/pass_rate`. Default `BetaPosterior()`.
+        estimator: What past rewards say; see `curriculum/pass_rate`. Default `BetaPosterior()`; 'band' has
+            the textbook's `LastGroup()`, since a posterior's mean never leaves the band (0, 1).
         select: The rule; see `curriculum/rules`.
         low, high: A task is inside the band where low < estimated mean < high. Tasks outside get a slot only
             by `revisit` and `fill`. With `BetaPosterior` every task is inside (0, 1).
@@ -94,8 +96,13 @@ class TaskSampler:
     ) -> None:
         if isinstance(keys, str):
             raise ValueError(f"keys is the single string {keys!r}; give a list of tasks")
-        estimator = BetaPosterior() if estimator is None else estimator
-        if select not in RULES:
+        if not isinstance(cast(object, keys), Iterable):
+            raise ValueError(f"keys must be a list of tasks, got {keys!r}")
+        if estimator is None:
+            estimator = LastGroup() if select == "band" else BetaPosterior()
+        if isinstance(estimator, type) or not hasattr(estimator, "is_pass_rate"):
+            raise ValueError(f"estimator must be one such as BetaPosterior(), got {estimator!r}")
+        if not isinstance(cast(object, select), str) or select not in RULES:
             raise ValueError(f"no selection rule {select!r}; rules are {', '.join(RULES)}")
         if not low < high:
             raise ValueError(f"the band needs low < high, got ({low}, {high})")
@@ -108,11 +115,10 @@ class TaskSampler:
             raise ValueError("select='thompson' draws from a posterior; use estimator=BetaPosterior()")
         if not 0 <= revisit < math.inf or (revisit > 1 and revisit != int(revisit)):
             raise ValueError(f"revisit is a share below 1 or a whole number of tasks, got {revisit}")
-        if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
+        seed = whole("seed", seed, most=math.inf)
         if not headroom >= 0 or not 0 < rested <= 1:
             raise ValueError(f"wanted headroom >= 0 and 0 < rested <= 1, got {headroom} and {rested}")
-        self._rule, self._low, self._high, self._revisit = select, low, high, revisit
+        self._rule, self._low, self._high, self._revisit = select, low, high, float(revisit)
         self._seed, self._fill, self._headroom, self._rested = seed, fill, headroom, rested
         self._estimator, self._metric = estimator, metric
 
@@ -120,6 +126,7 @@ class TaskSampler:
         self._table.add(keys, step=-1)
         if not len(self._table):
             raise ValueError("keys is empty; give at least one task")
+        self._admitted: dict[Key, None] = {}  # tasks that a stream brought, in order
         self._num_draws = 0  # of random generators: with the seed, the whole random state
         self._credit = 0.0  # revisit slots earned and not yet given, below 1
         self._pool_size = 0  # at the last selection
@@ -147,11 +154,14 @@ class TaskSampler:
 
     def add(self, keys: Iterable[object], step: int) -> None:
         """Tasks that join the run at `step`, unseen. Raises ValueError for a key that is there already."""
-        self._table.add(keys, step)
+        self._table.add(keys, whole("step", step))
 
     def remove(self, keys: Iterable[object]) -> None:
         """Tasks that leave the run and are forgotten. ValueError for unknown keys, or if none is left."""
+        keys = list(keys)
         self._table.remove(keys)
+        for key in keys:
+            self._admitted.pop(task_key(key), None)
 
     def pool(self, n: int, step: int) -> list[Key]:
         """The keys from which the caller draws n at random, with a generator of its own: all of them for
@@ -159,8 +169,7 @@ class TaskSampler:
 
         It moves the sampler's own random state; the tasks played must be reported with `observe`.
         """
-        if n < 1:
-            raise ValueError(f"n, the number of tasks wanted, must be at least 1, got {n}")
+        n = whole("n, the number of tasks wanted,", n, least=1)
         view, rng = self._view(n, step), self._generator()
         if self._rule == "uniform":
             chosen = np.arange(len(self._table))
@@ -170,6 +179,9 @@ class TaskSampler:
         else:
             due = self._due(view, rng)
             priority = RULES[self._rule](view, rng)
+            num_broken = self._table.num_broken
+            if num_broken.any():  # not evidence, but rollouts that nobody can use
+                priority[rng.random(priority.size) >= keep_probability(num_broken, 0.0)] = -np.inf
             priority[due] = -np.inf
             chosen = np.concatenate([due, _largest(priority, n - due.size)])
         wanted = n if self._fill else 1  # a step without any task would be the end of the run
@@ -185,6 +197,7 @@ class TaskSampler:
 
         Draws from `pool` with the sampler's own generator. Fewer than n only with `fill=False`.
         """
+        n, step = whole("n, the number of tasks wanted,", n, least=1), whole("step", step)
         pool = self.pool(n, step)
         if len(pool) > n:
             order: list[int] = self._generator().permutation(len(pool)).tolist()
@@ -194,15 +207,19 @@ class TaskSampler:
 
     def admit(self, task: object, step: int) -> bool:
         """Whether to roll out the next task of a stream without end (rule 'skip'). An unknown task is added
-        and admitted; one with c certain groups in a row is admitted with probability max(revisit, 2^-c)."""
+        and admitted; one with c certain or broken groups in a row with probability max(revisit, 2^-c).
+        The state holds every task that it added, until `remove`; a resumed sampler has them again."""
         if self._rule != "skip":
             raise ValueError(
                 f"admit needs select='skip', this sampler has {self._rule!r}; use select(n, step)"
             )
+        step = whole("step", step)
         if task not in self._table:
             self._table.add([task], step)
-        num_certain = self._table.num_certain[self._table.rows([task])]
-        keep = keep_probability(num_certain, min(self._revisit, 1.0))
+            self._admitted[task_key(task)] = None
+        rows = self._table.rows([task])
+        num_useless = self._table.num_certain[rows] + self._table.num_broken[rows]
+        keep = keep_probability(num_useless, min(self._revisit, 1.0))
         return bool(self._generator().random() < keep[0])
 
     def group_sizes(
@@ -222,7 +239,8 @@ class TaskSampler:
     def observe(self, key: object, rewards: Sequence[float | None], step: int) -> None:
         """Take in the rewards of one group that `key` played at `step`; None or NaN where an episode broke.
 
-        A group of which nothing is left counts as a visit, not as evidence. Raises ValueError for unknown
+        A group of which nothing is left counts as a visit, not as evidence; a task with c of them in a row is
+        passed over with probability 1 - 2^-c, until it is due. Raises ValueError for unknown
         keys and infinite rewards.
         """
         self.observe_groups([key], [rewards], step)
@@ -233,8 +251,7 @@ class TaskSampler:
         """`observe` for all groups of a step in one call; a task may have several."""
         if len(keys) != len(groups):
             raise ValueError(f"got {len(keys)} keys for {len(groups)} groups of rewards")
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
+        step = whole("step", step)
         if not groups:
             return
         rows = self._table.rows(keys)
@@ -245,10 +262,12 @@ class TaskSampler:
             first = remaining[np.unique(rows[remaining], return_index=True)[1]]
             num_certain += int(self._table.learn(rows[first], rewards[first], step).sum())
             remaining = np.setdiff1d(remaining, first)
+        self._table.count_broken(rows, num_usable == 0)
         self._table.visit(rows, step)
         if step > self._last_step:
             self._last_step, self._of_step = step, Counts()
-        for counts in (self._total, self._of_step):
+        # A group of an earlier step that comes late is no part of the last one.
+        for counts in (self._total, self._of_step) if step == self._last_step else (self._total,):
             counts.add(num_usable, num_certain, num_episodes=sum(map(len, groups)))
 
     def observe_trajectories(self, trajectories: Iterable[Played], step: int) -> None:
@@ -285,7 +304,7 @@ class TaskSampler:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to select as this one would, in plain JSON."""
         return {
-            "estimator": repr(self._estimator),
+            "estimator": estimator_name(self._estimator),
             "seed": self._seed,
             "num_draws": self._num_draws,
             "credit": self._credit,
@@ -293,28 +312,48 @@ class TaskSampler:
             "last_step": self._last_step,
             "total": asdict(self._total),
             "of_step": asdict(self._of_step),
+            "admitted": list(self._admitted),
             "tasks": self._table.to_json(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state. Tasks that are new since then are unseen; those that are gone are dropped.
+        With the rule 'skip', those that `admit` added are added again. The order of `keys` becomes that of
+        the state, with new tasks behind, so the order in which this sampler was given them does not matter.
 
         The rule and its settings stay this sampler's own. Raises ValueError, and changes nothing, if the
         state is incomplete or comes from another estimator, whose numbers mean something else.
         """
-        if state.get("estimator") != repr(self._estimator):
+        if not isinstance(cast(object, state), Mapping):
+            raise ValueError(f"not a TaskSampler's state: {state!r}")
+        if state.get("estimator") != estimator_name(self._estimator):
             raise ValueError(
-                f"the state is of estimator {state.get('estimator')}, this sampler has {self._estimator!r}; "
+                f"the state is of estimator {state.get('estimator')}, this sampler has "
+                f"{estimator_name(self._estimator)}; "
                 "make it with the same estimator"
             )
         try:
-            names = ("seed", "num_draws", "credit", "pool_size", "last_step")
-            seed, num_draws, credit, pool_size, last_step = (state[name] for name in names)
-            total, of_step = Counts(**state["total"]), Counts(**state["of_step"])
-            columns = state["tasks"]
-        except (KeyError, TypeError) as error:
+            seed = whole("seed", state["seed"], most=math.inf)
+            num_draws, pool_size = (whole(name, state[name]) for name in ("num_draws", "pool_size"))
+            last_step, credit = whole("last_step", state["last_step"], -1), float(state["credit"])
+            if not 0 <= credit < 1:
+                raise ValueError(f"credit must lie in [0, 1), got {credit}")
+            total, of_step = Counts.of_json(state["total"]), Counts.of_json(state["of_step"])
+            columns, admitted = state["tasks"], dict.fromkeys(map(task_key, state.get("admitted", ())))
+            saved = dict.fromkeys(columns["key"])
+            if not admitted.keys() <= saved.keys():
+                raise ValueError("it admitted tasks of which it holds nothing")
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a TaskSampler's state: {error!r}") from error
-        self._table.load_json(columns, last_step)
+        own = {key: key for key in self._table.keys}
+        if self._rule == "skip":
+            own = {key: key for key in admitted} | own
+        # In the saved order, which random choices depend on, whatever the order of this sampler's keys.
+        table = TaskTable(self._estimator)
+        table.add([own[key] for key in saved if key in own], last_step)
+        table.add([key for key in own if key not in saved], last_step)
+        table.load_json(columns, last_step)
+        self._table, self._admitted = table, {key: None for key in admitted if key in table}
         self._seed, self._num_draws, self._credit = seed, num_draws, credit
         self._pool_size, self._last_step = pool_size, last_step
         self._total, self._of_step = total, of_step
@@ -325,8 +364,7 @@ class TaskSampler:
         return np.random.default_rng((self._seed, self._num_draws))
 
     def _view(self, n: int, step: int) -> View:
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step}")
+        step = whole("step", step)
         estimator, table = self._estimator, self._table
         elapsed = table.elapsed(step)
         mean = estimator.mean(table.states, elapsed)

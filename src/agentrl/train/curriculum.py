@@ -63,7 +63,7 @@ class SampledTasks:
             raise ValueError(
                 f"the run was made with {made}, not {self.name}, and cannot change it; start a new run"
             )
-        self.sampler.load_state_dict(state["sampler"])
+        self.sampler.load_state_dict(state.get("sampler", {}))
 
 
 def make_curriculum(
