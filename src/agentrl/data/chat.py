@@ -271,10 +271,13 @@ def load_tokenizer(name: str | None = None) -> ChatTokenizer:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
         raise ValueError(f"tokenizer {name!r} needs transformers: pip install 'agentrl[hf]'") from None
+    where = "folder" if Path(name).exists() else "name"
     try:
-        return HubTokenizer(AutoTokenizer.from_pretrained(name), name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        where = "folder" if Path(name).exists() else "name"
         raise ValueError(
             f"tokenizer {where} {name!r} cannot be loaded: {str(error).splitlines()[0]}"
         ) from None
+    if not tokenizer.encode("text"):  # transformers makes an empty one where the folder holds none
+        raise ValueError(f"tokenizer {where} {name!r} has no vocabulary; name another with --tokenizer")
+    return HubTokenizer(tokenizer, name)
