@@ -108,5 +108,9 @@ class HFPolicy(nn.Module):
         no_mask = position_ids[:, None, None, :]
         with float64_experts(self.model):
             return self.model.base_model(
-                position_ids=position_ids, attention_mask=no_mask, use_cache=False, return_dict=True, **keywords
+                position_ids=position_ids,
+                attention_mask=no_mask,
+                use_cache=False,
+                return_dict=True,
+                **keywords,
             ).last_hidden_state

@@ -204,8 +204,8 @@ def _check_agreement(model: PreTrainedModel, hidden: Hidden, head: Head, rows: _
         tolerance = 4 * max(torch.finfo(states.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
         if not bool(alone.isfinite().all()):
             raise ValueError(
-                f"{type(model).__name__} gives logits that are not finite, already for one sequence alone, so "
-                "nothing can be compared; look for NaN or infinity in its weights, or use a wider dtype"
+                f"{type(model).__name__} gives logits that are not finite, already for one sequence alone, "
+                "so nothing can be compared; look for NaN or infinity in its weights, or use a wider dtype"
             )
         if not float(error.median()) <= tolerance:
             raise ValueError(
