@@ -69,7 +69,8 @@ def parse_messages(value: Any, field: str) -> list[Message]:
     """Messages in the OpenAI style, checked; RecordError names the one that does not fit.
 
     Tool calls may be nested ({'function': {'name', 'arguments'}}) or flat ({'name', 'arguments'}), objects or
-    JSON in a string, their arguments likewise. A message marked `is_demo` was shown to the model.
+    JSON in a string, their arguments likewise; the older `function_call` is one too. A message marked `is_demo`
+    was shown to the model.
 
     >>> [m.sampled for m in parse_messages([{"role": "user", "content": "hi"},
     ...                                     {"role": "assistant", "content": None}], "messages")]
@@ -89,10 +90,13 @@ def _parse_message(value: Any, field: str) -> Message:
     calls = value.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RecordError(f"{field}.tool_calls", f"wanted a list, got {_kind(calls)}")
+    if legacy := value.get("function_call"):
+        calls = [*calls, legacy]
     reasoning = value.get("reasoning_content") or value.get("reasoning") or ""
+    content = content_text(value.get("content"), f"{field}.content")
     return Message(
         role=role,
-        content=content_text(value.get("content"), f"{field}.content"),
+        content=content + content_text(value.get("refusal"), f"{field}.refusal"),
         tool_calls=[_parse_tool_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)],
         sampled=role == "assistant" and not value.get("is_demo"),
         reasoning=content_text(reasoning, f"{field}.reasoning"),
@@ -100,14 +104,14 @@ def _parse_message(value: Any, field: str) -> Message:
 
 
 def content_text(value: Any, field: str) -> str:
-    """The text of a message's content: None, a string, or a list of text parts."""
+    """The text of a message's content: None, a string, or a list of parts that are text or a refusal."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
         raise RecordError(field, f"wanted text, got {_kind(value)}")
     texts: list[str] = []
     for i, part in enumerate(value):
-        text = part.get("text") if isinstance(part, dict) else part
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else _kind(part)
             raise RecordError(f"{field}[{i}]", f"a part of type {kind}; only text can be tokenized")
