@@ -69,8 +69,8 @@ def parse_messages(value: Any, field: str) -> list[Message]:
     """Messages in the OpenAI style, checked; RecordError names the one that does not fit.
 
     Tool calls may be nested ({'function': {'name', 'arguments'}}) or flat ({'name', 'arguments'}), objects or
-    JSON in a string, their arguments likewise; the older `function_call` is one too. A message marked `is_demo`
-    was shown to the model.
+    JSON in a string, their arguments likewise; the older `function_call` is one too. A message
+    marked `is_demo` was shown to the model.
 
     >>> [m.sampled for m in parse_messages([{"role": "user", "content": "hi"},
     ...                                     {"role": "assistant", "content": None}], "messages")]
