@@ -6,6 +6,7 @@ differently, so whatever is made here is marked with `RETOKENIZED`.
 
 import json
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -226,8 +227,10 @@ class HubTokenizer:
         user = {"role": "user", "content": "question"}
         asked = self._render([user])
         prompted = self._render([user], add_generation_prompt=True)
-        opening = prompted.removeprefix(asked).strip(" ")
         answered = self._render([user, {"role": "assistant", "content": "answer"}])
+        # a thinking model's prompt may also open the thought, which past turns do not show
+        pairs = zip(prompted.removeprefix(asked), answered.removeprefix(asked), strict=False)
+        opening = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)).strip(" ")
         closing = answered.rpartition("answer")[2].strip()
         if not prompted.startswith(asked) or not opening.strip() or not closing:
             raise ValueError(f"{self.name}: its chat template does not mark the assistant's turns")
