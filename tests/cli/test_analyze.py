@@ -34,6 +34,17 @@ def test_tables(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert words in out
 
 
+def test_a_narrow_terminal_breaks_no_heading(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "44")
+    assert main(["analyze", str(run_file)]) == 0
+    out = capsys.readouterr().out
+    for heading in ("Trajectories", "Microbatches", "padding to", "distortion"):
+        assert heading in out
+
+
 def test_json(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", str(run_file), "--json", "--model", "Qwen3-8B", "--max-tokens", "64"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -108,6 +119,9 @@ def test_wrong_input_is_one_line(run_file: Path, tmp_path: Path, capsys: pytest.
         ([str(run_file), "--microbatch", "0"], "--microbatch must be at least 1, got 0"),
         ([str(run_file), "--vocab-size", "10"], "ids: out of range: 10, the vocabulary has 10"),
         ([str(run_file), "--model", "no-such-model"], "no-such-model"),
+        ([str(run_file), "--gpu", "H100"], "--gpu says what a run would cost; name its --model too"),
+        ([str(run_file), "--steps", "9"], "--steps says what a run would cost; name its --model too"),
+        ([str(run_file), "--model", "Qwen3-8B", "--steps", "0"], "--steps must be at least 1, got 0"),
     ]:
         assert main(["analyze", *args]) == 2
         error = capsys.readouterr().err

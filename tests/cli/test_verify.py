@@ -112,12 +112,25 @@ def test_a_hugging_face_folder_and_a_refused_family(
     args = ["--trajectories", str(file), "--no-gradients"]
     assert main(["verify", "--model", str(tmp_path / "model"), *args, "--count", "2"]) == 0
     assert "3 trajectories, 123 tokens" in capsys.readouterr().out  # two and a branch of the shorter
+    talk = tmp_path / "talk.json"
+    talk.write_text(json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]))
+    assert main(["verify", "--model", str(tmp_path / "model"), "--trajectories", str(talk)]) == 2
+    assert "has no vocabulary; name another with --tokenizer" in capsys.readouterr().err
     mamba = transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)
     transformers.MambaForCausalLM(mamba).save_pretrained(tmp_path / "mamba")
     capsys.readouterr()
     assert main(["verify", "--model", str(tmp_path / "mamba"), *args]) == 2
     error = capsys.readouterr().err
     assert "agentrl verify: mamba cannot read packed rows: its layers carry state along the row" in error
+
+
+def test_a_simulated_bug_that_no_line_shows_is_not_called_exact(
+    run_dir: Path, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.diagnose.verify.with_leak", lambda packed: packed)
+    args = ["--trajectories", str(file), "--simulate", "leak"]
+    assert main(["verify", "--model", str(run_dir), *args]) == 0
+    assert "The bug hides below this dtype's rounding" in " ".join(capsys.readouterr().out.split())
 
 
 def test_wrong_input_is_one_line(
@@ -133,6 +146,7 @@ def test_wrong_input_is_one_line(
         ([*model, "--trajectories", str(file), "--cut", "1"], "in their first 1 tokens; raise --cut"),
         ([*model, "--trajectories", str(file), "--max-tokens", "52"], "holds two sequences"),
         ([*model, "--device", "nowhere"], "--device nowhere"),
+        ([*model, "--simulate", "local-mean", "--no-gradients"], "leave out --no-gradients"),
         (["--model", str(tmp_path / "none.gguf")], "no such file"),
         (["--model", str(tmp_path)], "cannot be loaded"),
     ]:

@@ -143,3 +143,14 @@ def test_an_unknown_tokenizer_is_one_line() -> None:
     with pytest.raises(ValueError, match=r"tokenizer name '\./no-such' cannot be loaded") as caught:
         load_tokenizer("./no-such")
     assert "\n" not in str(caught.value)
+
+
+def test_a_generation_prompt_that_opens_a_thought() -> None:
+    """Thinking models' prompts end in <think>, which the template does not show in past turns."""
+    tokenizer = bytes_tokenizer(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}]
+    ids, mask = tokenize_chat(parse_messages(talk, "messages"), tokenizer)
+    assert actions(tokenizer, ids, mask) == "four<|im_end|>"

@@ -1,9 +1,12 @@
 """Every foreign format: tokens kept exactly, text marked, groups, rewards."""
 
 import copy
+import gzip
 import json
+import os
 import statistics
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -217,3 +220,48 @@ def test_swe_agent_files(shared_data: Path) -> None:
     trajs = list(import_trajectories(paths, tokenizer=Letters()))
     assert [traj.group for traj in trajs] == ["swe_agent_function_calling", "swe_agent_humanevalfix"]
     assert all(0 < traj.num_actions < traj.num_tokens for traj in trajs)
+
+
+def test_tau_bench_domains_in_one_analysis_share_no_group(tmp_path: Path) -> None:
+    """Each counts its tasks from 0; the system prompt is the domain's policy."""
+    domains = [{**TAU, "traj": [{"role": "system", "content": text}, *TAU["traj"]]} for text in "ab"]
+    airline, retail, again = read(tmp_path / "x", [*domains, {**domains[0], "trial": 1, "reward": 0.0}])
+    assert airline.group == again.group != retail.group
+    assert airline.info["task"] == retail.info["task"] == "7"
+
+
+def test_older_calls_and_refusals_are_what_the_model_sampled(tmp_path: Path) -> None:
+    call = {"name": "look", "arguments": "{}"}
+    for said, text in [
+        ({"content": None, "function_call": call}, json.dumps([call])),
+        ({"content": None, "refusal": "I cannot"}, "I cannot"),
+        ({"content": [{"type": "refusal", "refusal": "I cannot"}]}, "I cannot"),
+    ]:
+        talk = [{"role": "user", "content": "sky?"}, {"role": "assistant", **said}]
+        [traj] = read(tmp_path / "x", [{"messages": talk}])
+        assert actions(traj) == f"{text}<|im_end|>"
+
+
+def test_a_group_that_is_a_number_and_a_metric_that_is_called_step(tmp_path: Path) -> None:
+    [first, second] = read(tmp_path / "x", [{**MESSAGES, "group": group} for group in (7, 8)])
+    assert (first.group, second.group) == ("7", "8")
+    [verifiers] = read(tmp_path / "x", [{**TEXT["verifiers results"], "step": 3.0}])
+    assert verifiers.info["source"] == "verifiers results"
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """As `agentrl analyze <(zcat run.jsonl.gz)` gives one; Parquet needs to be read from its end."""
+    lines = (json.dumps(TOKENS["agentrl"]) + "\n").encode() * 3
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    shares: list[float] = []
+    for data in (lines, gzip.compress(lines), b"PAR1" + lines):
+        writer = Thread(target=pipe.write_bytes, args=(data,))
+        writer.start()
+        if data[:4] == b"PAR1":
+            with pytest.raises(ValueError, match="pipe: this kind of file cannot be read from a pipe"):
+                list(import_trajectories(pipe))
+        else:
+            assert len(list(import_trajectories(pipe, progress=shares.append))) == 3
+        writer.join()
+    assert shares == []

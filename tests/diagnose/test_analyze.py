@@ -97,6 +97,18 @@ def test_the_edges() -> None:
     assert analyze([unscored])["rewards"] is None
 
 
+def test_rows_that_few_trajectories_do_not_fill_are_not_advised() -> None:
+    found = {f.name: f for f in analyze([trajectory(35), trajectory(40)]).sections["Positions"]}
+    assert found["packed positions"].value == 128 > 2 * 40
+    assert "times fewer" not in found["packed positions"].advice
+
+
+def test_rewards_whose_sum_is_beyond_a_float() -> None:
+    found = analyze([trajectory(5, reward) for reward in (1.5e308, 1.5e308, -1e308)])
+    assert found["mean reward"] == pytest.approx(2 * (1e308 / 3))
+    assert found["pass rates"]["to 75%"] == 1
+
+
 def test_mismatch_that_grows_along_the_row_is_called_a_leak() -> None:
     n = 41
     for tail, word in ((-1.0, "leak does"), (0.0, "not a leak")):

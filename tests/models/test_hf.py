@@ -36,6 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     ),
+    "Mixtral": ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2)),
     "Llama": ("LlamaConfig", dict(tie_word_embeddings=True)),
     "Mistral": ("MistralConfig", dict(sliding_window=6)),
     "Gemma2": ("Gemma2Config", dict(WINDOW, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
@@ -99,7 +100,7 @@ def test_the_wrapped_model_alone_keeps_every_bit(family: str) -> None:
     assert generated.shape == (1, 12)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "Qwen3Moe"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("Qwen3Moe", "Mixtral")])
 def test_perturbing_one_sequence_leaves_the_others_bits(family: str, related_trajectories) -> None:
     policy = HFPolicy(build(family))
     packed = pack_sequences(related_trajectories(11, num_trajs=6, vocab=VOCAB), 60)
@@ -258,6 +259,30 @@ def test_the_probe_sees_attention_that_it_does_not_compute() -> None:
     head = model.lm_head.forward
     model.lm_head.forward = lambda x: head(x) * 2.0  # a head that the config does not describe
     with pytest.raises(ValueError, match="logits there differ"):
+        packed_logits(model, *(torch.zeros(1, 1, dtype=torch.int64),) * 3)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_experts_in_float64(family: str) -> None:
+    """torch groups the products of experts up to float32 only; verify widens float32 models to float64."""
+    model = build(family)
+    narrow, ids = HFPolicy(model), (torch.arange(12)[None] * 7 + 3) % VOCAB
+    places = torch.arange(12)[None], torch.full((1, 12), 12)
+    with torch.no_grad():
+        want = narrow.hidden_states(ids, *places)
+        wide = HFPolicy(model.double())
+        torch.testing.assert_close(wide.hidden_states(ids, *places).float(), want, rtol=1e-4, atol=1e-5)
+        HFPolicy(build(family).double()).hidden_states(ids, *places)  # the probe too
+        assert torch.equal(HFPolicy(model.float()).hidden_states(ids, *places), want)
+    assert model.config._experts_implementation == "grouped_mm"  # as it was
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_called_that(value: float) -> None:
+    model = build("Qwen3")
+    with torch.no_grad():
+        model.lm_head.weight[3] = value
+    with pytest.raises(ValueError, match="gives logits that are not finite, already for one sequence alone"):
         packed_logits(model, *(torch.zeros(1, 1, dtype=torch.int64),) * 3)
 
 

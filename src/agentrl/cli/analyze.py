@@ -39,10 +39,10 @@ class Options:
     model: Annotated[str | None, Doc("a well-known model or its config.json: projects the cost of a run")] = (
         None
     )
-    gpu: Annotated[str, Doc("the GPU of that run")] = "H200"
-    gpus: Annotated[int, Doc("how many of them")] = 8
-    episodes: Annotated[int, Doc("episodes of an optimizer step of that run")] = 512
-    steps: Annotated[int, Doc("optimizer steps of that run")] = 300
+    gpu: Annotated[str | None, Doc("the GPU of that run; unset: H200")] = None
+    gpus: Annotated[int | None, Doc("how many of them; unset: 8")] = None
+    episodes: Annotated[int | None, Doc("episodes of an optimizer step of that run; unset: 512")] = None
+    steps: Annotated[int | None, Doc("optimizer steps of that run; unset: 300")] = None
     max_tokens: Annotated[
         int | None, Doc("tokens of a row; unset: the power of two that holds the longest")
     ] = None
@@ -93,12 +93,18 @@ def main(args: list[str]) -> int:
 
 def _plan(options: Options) -> Plan | None:
     if options.model is None:
+        for name in ("gpu", "gpus", "episodes", "steps"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name} says what a run would cost; name its --model too")
         return None
     return Plan(
         shape=find_model(options.model),
-        gpu=find_gpu(options.gpu),
-        gpus=options.gpus,
-        workload=Workload(episodes=options.episodes, steps=options.steps),
+        gpu=find_gpu(options.gpu or "H200"),
+        gpus=8 if options.gpus is None else options.gpus,
+        workload=Workload(
+            episodes=512 if options.episodes is None else options.episodes,
+            steps=300 if options.steps is None else options.steps,
+        ),
         generation=Generation(),
         training=Training(),
         constants=VLLM_0_30_0,
@@ -168,7 +174,10 @@ def print_tables(analysis: "Analysis") -> None:
     if not console.is_terminal:
         console = Console(width=120)
     table = Table(box=None, pad_edge=False, expand=True)
-    for heading, ratio in (("", 26), ("measured", 40), ("what to do", 54)):
+    # a ratio alone would break the names' words on a narrow terminal
+    narrow = console.width < 64
+    table.add_column("", ratio=None if narrow else 26, width=14 if narrow else None, overflow="fold")
+    for heading, ratio in (("measured", 40), ("what to do", 54)):
         table.add_column(heading, ratio=ratio, overflow="fold")
     for section, findings in analysis.sections.items():
         table.add_row(f"[bold]{section}[/bold]", "", "")

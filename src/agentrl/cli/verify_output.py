@@ -54,6 +54,8 @@ def print_table(found: "Verification") -> None:
     console.print(table, highlight=False)
     failed = found.failed
     verdict = f"{len(failed)} of {len(found.checks)} lines FAIL." if failed else "Every line passes."
+    if found.simulated is not None and not failed:
+        verdict += " The bug hides below this dtype's rounding: compare gradients, or take more trajectories."
     console.print(verdict, highlight=False)
 
 

@@ -6,6 +6,7 @@ differently, so whatever is made here is marked with `RETOKENIZED`.
 
 import json
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -69,7 +70,8 @@ def parse_messages(value: Any, field: str) -> list[Message]:
     """Messages in the OpenAI style, checked; RecordError names the one that does not fit.
 
     Tool calls may be nested ({'function': {'name', 'arguments'}}) or flat ({'name', 'arguments'}), objects or
-    JSON in a string, their arguments likewise. A message marked `is_demo` was shown to the model.
+    JSON in a string, their arguments likewise; the older `function_call` is one too. A message
+    marked `is_demo` was shown to the model.
 
     >>> [m.sampled for m in parse_messages([{"role": "user", "content": "hi"},
     ...                                     {"role": "assistant", "content": None}], "messages")]
@@ -89,10 +91,13 @@ def _parse_message(value: Any, field: str) -> Message:
     calls = value.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RecordError(f"{field}.tool_calls", f"wanted a list, got {_kind(calls)}")
+    if legacy := value.get("function_call"):
+        calls = [*calls, legacy]
     reasoning = value.get("reasoning_content") or value.get("reasoning") or ""
+    content = content_text(value.get("content"), f"{field}.content")
     return Message(
         role=role,
-        content=content_text(value.get("content"), f"{field}.content"),
+        content=content + content_text(value.get("refusal"), f"{field}.refusal"),
         tool_calls=[_parse_tool_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)],
         sampled=role == "assistant" and not value.get("is_demo"),
         reasoning=content_text(reasoning, f"{field}.reasoning"),
@@ -100,14 +105,14 @@ def _parse_message(value: Any, field: str) -> Message:
 
 
 def content_text(value: Any, field: str) -> str:
-    """The text of a message's content: None, a string, or a list of text parts."""
+    """The text of a message's content: None, a string, or a list of parts that are text or a refusal."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
         raise RecordError(field, f"wanted text, got {_kind(value)}")
     texts: list[str] = []
     for i, part in enumerate(value):
-        text = part.get("text") if isinstance(part, dict) else part
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else _kind(part)
             raise RecordError(f"{field}[{i}]", f"a part of type {kind}; only text can be tokenized")
@@ -222,8 +227,10 @@ class HubTokenizer:
         user = {"role": "user", "content": "question"}
         asked = self._render([user])
         prompted = self._render([user], add_generation_prompt=True)
-        opening = prompted.removeprefix(asked).strip(" ")
         answered = self._render([user, {"role": "assistant", "content": "answer"}])
+        # a thinking model's prompt may also open the thought, which past turns do not show
+        pairs = zip(prompted.removeprefix(asked), answered.removeprefix(asked), strict=False)
+        opening = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)).strip(" ")
         closing = answered.rpartition("answer")[2].strip()
         if not prompted.startswith(asked) or not opening.strip() or not closing:
             raise ValueError(f"{self.name}: its chat template does not mark the assistant's turns")
@@ -271,10 +278,13 @@ def load_tokenizer(name: str | None = None) -> ChatTokenizer:
         from transformers import AutoTokenizer
     except ModuleNotFoundError:
         raise ValueError(f"tokenizer {name!r} needs transformers: pip install 'agentrl[hf]'") from None
+    where = "folder" if Path(name).exists() else "name"
     try:
-        return HubTokenizer(AutoTokenizer.from_pretrained(name), name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        where = "folder" if Path(name).exists() else "name"
         raise ValueError(
             f"tokenizer {where} {name!r} cannot be loaded: {str(error).splitlines()[0]}"
         ) from None
+    if not tokenizer.encode("text"):  # transformers makes an empty one where the folder holds none
+        raise ValueError(f"tokenizer {where} {name!r} has no vocabulary; name another with --tokenizer")
+    return HubTokenizer(tokenizer, name)

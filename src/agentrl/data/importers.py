@@ -9,7 +9,7 @@ import torch
 
 from agentrl.data.chat import ChatTokenizer, load_tokenizer
 from agentrl.data.formats import Format, Source
-from agentrl.data.records import BadRecord, RecordError, decode_json, iter_raw_records, read_each
+from agentrl.data.records import BadRecord, RecordError, decode_json, is_pipe, iter_raw_records, read_each
 from agentrl.data.storage import decode_row, is_parquet, iter_parquet_rows, trajectory_from_record
 from agentrl.data.text_formats import (
     read_atif,
@@ -48,7 +48,10 @@ FORMATS: tuple[Format, ...] = (
     Format("verl parquet", _has("prompt", "responses"), read_verl_parquet),
     Format(
         "TRL completions",
-        lambda r: "prompt" in r and "completion" in r and ("step" in r or "advantage" in r),
+        # verifiers saves its metrics as columns, and one may be named step
+        lambda r: (
+            _has("prompt", "completion")(r) and "example_id" not in r and ("step" in r or "advantage" in r)
+        ),
         read_trl,
     ),
     Format("verifiers results", _has("prompt", "completion"), read_verifiers_results),
@@ -134,8 +137,10 @@ def _read_file(
 def _raw_values(
     path: str | Path, allow_pickle: bool, progress: Callable[[float], None] | None
 ) -> Generator[tuple[str, Any], None, None]:
-    with open(path, "rb") as file:
-        start = file.read(4)
+    start = b""
+    if not is_pipe(path):
+        with open(path, "rb") as file:
+            start = file.read(4)
     if is_parquet(path):
         yield from iter_parquet_rows(path, progress=progress)
     elif start == b"PK\x03\x04" or start[:1] == b"\x80":

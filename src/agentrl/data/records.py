@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
@@ -49,14 +50,21 @@ class BadRecord:
         return ": ".join(part for part in (self.file, self.place, self.field, self.problem) if part)
 
 
+def is_pipe(path: str | Path) -> bool:
+    """Whether the path can be read once only: a pipe, as the shell makes of `<(...)`, or standard input."""
+    mode = os.stat(path).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+
+
 @contextmanager
-def open_decompressed(file: BinaryIO, path: str | Path) -> Iterator[BinaryIO]:
+def open_decompressed(file: io.BufferedReader, path: str | Path) -> Iterator[BinaryIO]:
     """The bytes of an open file, decompressed if the first of them say gzip or zstandard, whatever its name.
 
     Damaged compression is an OSError, EOFError or zlib.error while reading.
     """
-    magic = file.read(4)
-    file.seek(0)
+    magic = file.peek(4)[:4]
+    if magic in (b"PAR1", b"PK\x03\x04") and not file.seekable():
+        raise ValueError(f"{path}: this kind of file cannot be read from a pipe; write it to disk first")
     if magic[:2] == b"\x1f\x8b":
         with gzip.open(file) as unzipped:
             yield unzipped  # pyright: ignore[reportReturnType]
@@ -129,7 +137,7 @@ def iter_raw_records(
             for place, raw in _split(file, max_bytes):
                 num_records += 1
                 yield place, raw
-                if progress is not None:
+                if progress is not None and stored.seekable():
                     progress(stored.tell() / size)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: damaged after {num_records} records: {error}") from None

@@ -18,6 +18,7 @@ from agentrl.data.records import (
     RecordError,
     convert_record,
     decode_json,
+    is_pipe,
     iter_raw_records,
     read_each,
     zstandard,
@@ -183,7 +184,9 @@ def build_trajectory(
 
 
 def is_parquet(path: str | Path) -> bool:
-    """Whether the file's first bytes are Parquet's."""
+    """Whether the file's first bytes are Parquet's; not of a pipe, which is left unread."""
+    if is_pipe(path):
+        return False
     with open(path, "rb") as file:
         return file.read(4) == b"PAR1"
 

@@ -35,10 +35,16 @@ class TauRecord(msgspec.Struct):
 
 
 def read_tau(value: dict[str, Any], source: Source) -> list[Trajectory]:
-    """The episode's conversation; attempts at one task are a group."""
+    """The episode's conversation; attempts at one task are a group.
+
+    Every domain counts its tasks from 0, and the system prompt, its policy, tells them apart.
+    """
     record = convert_record(value, TauRecord)
-    label = Label("tau-bench", record.reward, f"{record.task_id}", info={"trial": record.trial})
-    return [trajectory_from_text(parse_messages(record.traj, "traj"), label, source)]
+    messages = parse_messages(record.traj, "traj")
+    system = "".join(message.content for message in messages if message.role == "system")
+    group = f"{short_hash(system)}/{record.task_id}" if system else ""
+    label = Label("tau-bench", record.reward, f"{record.task_id}", group, info={"trial": record.trial})
+    return [trajectory_from_text(messages, label, source)]
 
 
 def read_swe_agent(value: dict[str, Any], source: Source) -> list[Trajectory]:
@@ -287,5 +293,5 @@ def read_messages(value: dict[str, Any], source: Source) -> list[Trajectory]:
     task = next((str(name) for name in names if isinstance(name, str | int)), "")
     task = task or short_hash(repr(messages[:prompt]))
     group = value.get("group")
-    label = Label("messages", reward, task, group if isinstance(group, str) else "")
+    label = Label("messages", reward, task, str(group) if isinstance(group, str | int) else "")
     return [trajectory_from_text(messages, label, source)]

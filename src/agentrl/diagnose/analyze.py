@@ -101,7 +101,9 @@ def _groups(census: Census) -> list[Finding]:
         ]
     groups = list(census.group_rewards())
     rewards = np.concatenate(groups)
-    middle = (rewards.min() + rewards.max()) / 2 if rewards.max() > rewards.min() else 0.0
+    size = max(1.0, float(np.abs(rewards).max()))  # the sum of large rewards would overflow
+    mean = float((rewards / size).mean()) * size
+    middle = rewards.min() / 2 + rewards.max() / 2 if rewards.max() > rewards.min() else 0.0
     flat = [group for group in groups if not rewards_differ(group)]
     passed = sum(group[0] > middle for group in flat)
     alone = sum(group.size == 1 for group in groups)
@@ -117,8 +119,8 @@ def _groups(census: Census) -> list[Finding]:
     return [
         Finding(
             "mean reward",
-            float(rewards.mean()),
-            f"{rewards.mean():.2f} over {rewards.size:,} episodes",
+            mean,
+            f"{mean:.2f} over {rewards.size:,} episodes",
             f"{missing:,} trajectories have no recorded reward and count as 0."
             if missing
             else "Signal is largest in the middle of the range; far from it, change the tasks.",

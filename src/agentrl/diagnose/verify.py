@@ -70,6 +70,10 @@ class VerifyOptions:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
         if self.simulate is not None and self.simulate not in get_args(Bug):
             raise ValueError(f"simulate must be one of {', '.join(get_args(Bug))}, got {self.simulate!r}")
+        if self.simulate == "local-mean" and not self.gradients:
+            raise ValueError(
+                "simulate='local-mean' changes gradients only; leave out --no-gradients (gradients=False)"
+            )
 
 
 def verify(

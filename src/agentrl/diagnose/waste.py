@@ -109,7 +109,9 @@ def positions(census: Census, max_tokens: int) -> list[Finding]:
             "packed positions",
             rows,
             f"{rows:,} in rows of {max_tokens:,}, {max(0.0, 1 - total / rows):.1%} padding",
-            f"pack_sequences(trajs, {max_tokens}): {padded / rows:.1f} times fewer, the same gradient.",
+            f"pack_sequences(trajs, {max_tokens}): {padded / rows:.1f} times fewer, the same gradient."
+            if padded > rows
+            else "Too few trajectories fill a row of this length: try another --max-tokens.",
         ),
         Finding(
             "shared within groups",

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from agentrl.models.hf_attention import KEYWORD, PackedRows, switch_attention
 from agentrl.models.hf_cache import Append, HFCache
-from agentrl.models.hf_probe import check_rope_length, probe, refuse_unsupported
+from agentrl.models.hf_probe import check_rope_length, float64_experts, probe, refuse_unsupported
 from agentrl.models.policy import Head
 
 
@@ -106,6 +106,11 @@ class HFPolicy(nn.Module):
             keywords["inputs_embeds"] = embeds
         # transformers hands a mask of four axes on as it is, instead of building one of R * L * L entries.
         no_mask = position_ids[:, None, None, :]
-        return self.model.base_model(
-            position_ids=position_ids, attention_mask=no_mask, use_cache=False, return_dict=True, **keywords
-        ).last_hidden_state
+        with float64_experts(self.model):
+            return self.model.base_model(
+                position_ids=position_ids,
+                attention_mask=no_mask,
+                use_cache=False,
+                return_dict=True,
+                **keywords,
+            ).last_hidden_state

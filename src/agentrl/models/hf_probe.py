@@ -97,6 +97,20 @@ def _ropes(config: Any) -> list[tuple[str, int]]:
     ]
 
 
+@contextlib.contextmanager
+def float64_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Experts computed one by one while the model's weights are float64: torch groups only narrower ones."""
+    if model.dtype != torch.float64 or model.config.get_text_config()._experts_implementation != "grouped_mm":
+        yield
+        return
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
 def probe(model: PreTrainedModel, hidden: Hidden, head: Head) -> None:
     """Show once that packed rows are isolated and agree with the model's own forward, or raise ValueError.
 
@@ -108,7 +122,7 @@ def probe(model: PreTrainedModel, hidden: Hidden, head: Head) -> None:
         _refuse_dropout(model)
     if model in _SHOWN:
         return
-    with _evaluating(model):
+    with _evaluating(model), float64_experts(model):
         rows = _Rows.on(model)
         _check_agreement(model, hidden, head, rows)
         _check_isolation(model, hidden, rows)
@@ -188,6 +202,11 @@ def _check_agreement(model: PreTrainedModel, hidden: Hidden, head: Head, rows: _
         # The median, since a near-tie in an expert's routing may go either way for single tokens.
         # transformers computes norms and rotations in float32 whatever the model's dtype.
         tolerance = 4 * max(torch.finfo(states.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+        if not bool(alone.isfinite().all()):
+            raise ValueError(
+                f"{type(model).__name__} gives logits that are not finite, already for one sequence alone, "
+                "so nothing can be compared; look for NaN or infinity in its weights, or use a wider dtype"
+            )
         if not float(error.median()) <= tolerance:
             raise ValueError(
                 f"{type(model).__name__} cannot read packed rows: its logits there differ from those of the "
