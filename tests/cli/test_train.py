@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from agentrl.cli.main import main
-from agentrl.cli.train import parse
+from agentrl.cli.train import parse, summary_table
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.train.run import RunDirectory, load_policy
 
@@ -51,6 +51,19 @@ def in_child(function: Callable[[], int]) -> int:
 def records(path: Path) -> list[dict[str, Any]]:
     kept = RunDirectory(path).metrics.read()
     return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in kept]
+
+
+def test_episodes_cut_short_are_counted_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reward 0 for want of tokens looks like failure; the table says which it was."""
+    path = tmp_path / "run"
+    assert main(["train", "--run-dir", str(path), *SMALL, "--max-turns", "16"]) == 0
+    cut, played = (sum(r[name] for r in records(path)) for name in ("truncated_episodes", "episodes"))
+    assert 0.1 <= cut / played <= 1
+    assert f"{cut / played:.0%} of the episodes; raise --max-tokens" in capsys.readouterr().out
+    summary = RunDirectory(path).load_summary()
+    for count, said in ((0, False), (played // 10 - 1, False), (played // 2, True)):
+        table = summary_table({**summary, "truncated_episodes": count}, path)
+        assert ("out of tokens" in table.columns[0].cells) == said
 
 
 def test_a_run_ends_with_a_table_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

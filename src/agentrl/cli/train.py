@@ -20,6 +20,8 @@ from rich.table import Table
 
 from agentrl.train.config import RunConfig, load_config
 
+MANY_TRUNCATED = 0.1  # share of episodes cut short from which the closing table advises more tokens
+
 if TYPE_CHECKING:
     from agentrl.train.distributed import Ranks
     from agentrl.train.run import RunDirectory
@@ -184,6 +186,9 @@ def summary_table(summary: dict[str, Any], path: Path) -> Table:
         "seconds evaluating": f"{summary['seconds_evaluating']:.1f}",
         "run directory": str(path),
     }
+    truncated = summary["truncated_episodes"] / max(summary["episodes"], 1)
+    if truncated >= MANY_TRUNCATED:
+        rows["out of tokens"] = f"{truncated:.0%} of the episodes; raise --max-tokens"
     if summary["errored_episodes"]:
         rows["episodes that broke"] = f"{summary['errored_episodes']:,}"
     for name, value in rows.items():

@@ -258,6 +258,11 @@ def broke(traj: Trajectory) -> bool:
     return bool(traj.info.get("error"))
 
 
+def ran_out(traj: Trajectory) -> bool:
+    """Whether the episode ended because it held no more tokens, not because the agent or its turns did."""
+    return traj.info.get("finish") == "tokens"
+
+
 def has_signal(group: Sequence[Trajectory]) -> bool:
     """Whether a group's rewards differ, so that its advantages are not all zero."""
     return rewards_differ(traj.reward for traj in group)

@@ -13,7 +13,7 @@ from agentrl.data.collate import collate
 from agentrl.data.trajectory import Trajectory
 from agentrl.gym.env import make_env
 from agentrl.models.policy import Policy
-from agentrl.rollout.episode import NamedTask, TextTokenizer, broke, sample_step
+from agentrl.rollout.episode import NamedTask, TextTokenizer, broke, ran_out, sample_step
 from agentrl.train.checkpoint import Checkpoint, placed_like, read_shards
 from agentrl.train.config import RLConfig, config_hash
 from agentrl.train.distributed import ONE_RANK, Ranks, gathered
@@ -126,7 +126,8 @@ class Trainer:
         """Sample, learn, and return the step's record.
 
         `step` (from 1), `pass_rate` (mean reward; None where every episode broke), `episodes`,
-        `errored_episodes` (those that the environment broke), `tokens` (of all sampled trajectories),
+        `errored_episodes` (those that the environment broke), `truncated_episodes` (those that ran out of
+        tokens), `tokens` (of all sampled trajectories),
         `zero_adv_frac` (share of trajectories without gradient: their group has no signal, or they broke),
         `updated`, the counts of `position_counts`, the statistics of `update_policy` with its tokens as
         `action_tokens`, `seconds_sampling`, `seconds_training`, and the curriculum's figures. Without a group
@@ -152,6 +153,7 @@ class Trainer:
             "zero_adv_frac": 1 - len(kept) / len(sampled),
             "episodes": num_episodes,
             "errored_episodes": num_episodes - len(rewards),
+            "truncated_episodes": len({t.episode for t in sampled if ran_out(t)}),
             "tokens": sum(t.num_tokens for t in sampled),
             "updated": bool(kept),
             **position_counts(sampled, kept),

@@ -225,6 +225,7 @@ def summarize(run: RunDirectory, evaluations: dict[str, Any]) -> dict[str, Any]:
         "steps": len(records),
         "episodes": total("episodes"),
         "errored_episodes": total("errored_episodes"),
+        "truncated_episodes": total("truncated_episodes"),
         # Share of all episodes that gave no gradient.
         "zero_adv_frac": sum(r["zero_adv_frac"] * r["episodes"] for r in records) / max(total("episodes"), 1),
         "tokens": total("tokens"),
