@@ -20,7 +20,7 @@ from rich.table import Table
 
 from agentrl.train.config import RunConfig, load_config
 
-MANY_TRUNCATED = 0.1  # share of episodes cut short from which the closing table advises more tokens
+MANY_TRUNCATED = 0.5  # share of episodes without tokens left from which the closing table advises more
 
 if TYPE_CHECKING:
     from agentrl.train.distributed import Ranks
@@ -187,8 +187,9 @@ def summary_table(summary: dict[str, Any], path: Path) -> Table:
         "run directory": str(path),
     }
     truncated = summary["truncated_episodes"] / max(summary["episodes"], 1)
-    if truncated >= MANY_TRUNCATED:
-        rows["out of tokens"] = f"{truncated:.0%} of the episodes; raise --max-tokens"
+    if truncated:
+        advice = "; raise --max-tokens" if truncated >= MANY_TRUNCATED else ""
+        rows["out of tokens"] = f"{truncated:.0%} of the episodes{advice}"
     if summary["errored_episodes"]:
         rows["episodes that broke"] = f"{summary['errored_episodes']:,}"
     for name, value in rows.items():
