@@ -9,7 +9,6 @@ signal; with --synthetic, random tokens under a random model.
 import argparse
 import copy
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import agentrl as arl
 from agentrl.models.tiny import TinyAgent, TinyConfig
+from results import commit
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     model, trajs = (synthetic if args.synthetic else played)(args.seed)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     console = Console(width=110)
-    console.print(f"commit {commit.stdout.strip()}; {machine}; seed {args.seed}")
+    console.print(f"commit {commit()}; {machine}; seed {args.seed}")
     console.print(table(model, trajs, args.size, args.seed))
 
 

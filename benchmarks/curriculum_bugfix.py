@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import platform
-import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,6 +30,7 @@ from agentrl.curriculum.pass_rate import WindowMean
 from agentrl.train.base import BaseConfig
 from agentrl.train.curriculum import SampledTasks
 from agentrl.train.loop import bugfix_trainer
+from results import append, commit, read_records
 
 NUM_BOOTSTRAP = 10_000
 
@@ -139,26 +139,11 @@ def play(arm: str, seed: int, config: Config) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
-    return found.stdout.strip() or "unknown"
-
-
 def read(config: Config) -> dict[tuple[str, int], dict[str, Any]]:
-    """Finished runs of these settings by (arm, seed); a line that a crash cut off is none."""
+    """Finished runs of these settings by (arm, seed)."""
     runs: dict[tuple[str, int], dict[str, Any]] = {}
     settings, num_other = config.settings(), 0
-    for line in config.results.read_text().splitlines() if config.results.exists() else []:
-        try:
-            run = json.loads(line)
-        except ValueError:
-            continue
+    for run in read_records(config.results):
         if run["settings"] == settings:
             runs[run["arm"], run["seed"]] = run
         else:
@@ -166,14 +151,6 @@ def read(config: Config) -> dict[tuple[str, int], dict[str, Any]]:
     if num_other:
         print(f"{config.results}: {num_other} runs with other settings left out", file=sys.stderr)
     return runs
-
-
-def append(path: Path, run: dict[str, Any]) -> None:
-    is_cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with path.open("a") as file:
-        file.write("\n" * is_cut + json.dumps(run) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def run_missing(config: Config) -> None:

@@ -19,10 +19,8 @@ is 0. The error is the largest of 64 tokens' log-probs against float64.
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import agentrl as arl
 from agentrl.ops.peak_memory import peak_bytes
+from results import append, commit, read_records
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 MOST_TURNS = 5
@@ -297,13 +296,6 @@ def full_size() -> list[Size]:
     return [Size("16k tokens of Qwen3-0.6B's head", 16_384, 151_936, 1024, "bfloat16", names)]
 
 
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
-
-
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What records must share to stand in one table."""
     return {
@@ -316,24 +308,9 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Records of these settings by size; a line that a crash cut off is none."""
-    found: dict[str, Any] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["settings"] == wanted:
-            found[record["size"]] = record["figures"]
-    return found
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    is_cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with path.open("a") as file:
-        file.write("\n" * is_cut + json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Figures of these settings by size."""
+    records = (record for record in read_records(path) if record["settings"] == wanted)
+    return {record["size"]: record["figures"] for record in records}
 
 
 HEADER = (

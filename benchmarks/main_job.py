@@ -8,7 +8,6 @@ Prints the tables of docs/benchmarks.md.
 import argparse
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import agentrl as arl
 from agentrl.gym.tasks import Task
 from agentrl.gym.tokenizer import Tokenizer
 from agentrl.rollout.episode import play
+from results import commit
 
 EVAL_SAMPLES = 16  # episodes a task, as the target says
 BASE_SAMPLES = 64
@@ -33,11 +33,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     print(
-        f"commit {commit.stdout.strip()}, {platform.machine()}, torch {torch.__version__}, "
+        f"commit {commit()}, {platform.machine()}, torch {torch.__version__}, "
         f"`python benchmarks/main_job.py --seeds {' '.join(map(str, args.seeds))} --steps {args.steps}`\n"
     )
     tok = arl.build_tokenizer(arl.make_tasks("all"))

@@ -12,7 +12,6 @@ import argparse
 import math
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from rich.table import Column, Table
 
 import agentrl as arl
 from agentrl.plan.configs import find_model
+from results import commit
 
 Ranks = list[list[list[int]]]  # [rank][slot] -> indices
 
@@ -179,11 +179,8 @@ def comparison(args: argparse.Namespace) -> Table:
 
 def provenance(num_seeds: int) -> str:
     """Commit, machine and seeds, for the caption of a result."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    return f"commit {done.stdout.strip() or 'unknown'}; {machine}; seeds 0 to {num_seeds - 1}"
+    return f"commit {commit()}; {machine}; seeds 0 to {num_seeds - 1}"
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ FILE is one that `agentrl.save_trajectories` wrote; without it the fill is that 
 import argparse
 import math
 import platform
-import subprocess
 import time
 from typing import get_args
 
@@ -19,6 +18,7 @@ from rich.table import Table
 
 import agentrl as arl
 from agentrl.data.bins import Algorithm, min_bins
+from results import commit
 
 SEED = 0
 
@@ -144,11 +144,8 @@ def seconds_table() -> Table:
 
 def provenance() -> str:
     """Commit, machine and seed, for the caption of a result."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    return f"commit {done.stdout.strip() or 'unknown'}; {machine}; seed {SEED}"
+    return f"commit {commit()}; {machine}; seed {SEED}"
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ How much the head saves depends on the vocabulary: 32,000 is that of Llama 2 and
 import argparse
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from agentrl.models.hf import HFPolicy
 from agentrl.models.policy import Policy
 from agentrl.models.reference import mask_errors
 from agentrl.models.tiny import TinyAgent, TinyConfig
+from results import commit
 
 SEED = 0
 Step = Callable[[], float]
@@ -197,12 +197,11 @@ def processor() -> str:
 
 def provenance() -> str:
     """Commit, machine, command and seed, for the caption of a result."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     machine = (
         f"{processor() or platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}"
     )
     return (
-        f"commit {git.stdout.strip() or 'unknown'}; {machine}; "
+        f"commit {commit()}; {machine}; "
         f"`python benchmarks/packing_speed.py {' '.join(sys.argv[1:])}`; seed {SEED}"
     )
 

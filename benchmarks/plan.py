@@ -30,6 +30,7 @@ from agentrl.plan.configs import find_model
 from agentrl.plan.engine import VLLM_0_30_0, Engine
 from agentrl.plan.gpus import find_gpu
 from agentrl.plan.roofline import decode_tokens_per_second
+from results import commit
 
 
 def line(name: str, errors: list[float]) -> str:
@@ -95,11 +96,8 @@ def main() -> None:
     engine = Engine(shape=find_model(data["model"]), gpu=find_gpu("H100"), constants=VLLM_0_30_0)
     held = overhead_bytes(engine, data["kv_cache_tokens"])
     engine = replace(engine, constants=replace(engine.constants, overhead_bytes=held))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
     machine = f"{platform.machine()}, Python {platform.python_version()}"
-    print(f"commit {commit.stdout.strip()}, {machine}, seed {args.seed}\nsource: {data['source']}\n")
+    print(f"commit {commit()}, {machine}, seed {args.seed}\nsource: {data['source']}\n")
     result = fit(engine, rows, choose_rows(engine, rows), data["engine"])
     everything = fit(engine, rows, range(len(rows)), data["engine"])
     own = [

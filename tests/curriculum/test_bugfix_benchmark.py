@@ -1,28 +1,14 @@
 """What the benchmark on the gym makes of its runs: kept through a crash, summed up as it says."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import agentrl as arl
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "curriculum_bugfix.py"
-    spec = importlib.util.spec_from_file_location("curriculum_bugfix", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+import curriculum_bugfix as bench
 
 
 def run_of(config: Any, arm: str, seed: int, rates: list[float], episodes: list[int]) -> dict[str, Any]:
@@ -41,7 +27,7 @@ def run_of(config: Any, arm: str, seed: int, rates: list[float], episodes: list[
     }
 
 
-def test_a_line_that_a_crash_cut_off_is_played_again(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_off_is_played_again(tmp_path: Path) -> None:
     config = bench.Config(results=tmp_path / "runs.jsonl")
     runs = [run_of(config, "uniform", seed, [0.1, 0.5], [64]) for seed in range(3)]
     for cut in range(1, len(json.dumps(runs[1]))):
@@ -57,7 +43,7 @@ def test_a_line_that_a_crash_cut_off_is_played_again(bench: ModuleType, tmp_path
     assert set(bench.read(config)) == {("uniform", 0), ("uniform", 1), ("uniform", 2)}
 
 
-def test_runs_with_other_settings_are_left_out(bench: ModuleType, tmp_path: Path) -> None:
+def test_runs_with_other_settings_are_left_out(tmp_path: Path) -> None:
     config = bench.Config(results=tmp_path / "runs.jsonl")
     other = bench.Config(results=config.results, rl=arl.RLConfig(lr=1e-3))
     bench.append(config.results, run_of(other, "uniform", 0, [0.1, 0.5], [64]))
@@ -67,13 +53,13 @@ def test_runs_with_other_settings_are_left_out(bench: ModuleType, tmp_path: Path
     assert bench.Config(rl=arl.RLConfig(seed=5)).settings() == bench.Config().settings()
 
 
-def test_waste_counts_episodes_not_steps(bench: ModuleType) -> None:
+def test_waste_counts_episodes_not_steps() -> None:
     run = {"zero_adv_frac": [1.0, 0.0, 0.5, 0.5, 0.0, 0.0], "episodes": [10, 30, 10, 10, 5, 5]}
     assert bench.thirds(run) == [0.25, 0.5, 0.0]
     assert bench.wasted(run) == 20
 
 
-def test_a_rising_curve_pools_what_falls(bench: ModuleType) -> None:
+def test_a_rising_curve_pools_what_falls() -> None:
     rates, weights = np.array([0.1, 0.4, 0.2, 0.5, 0.3]), np.array([1.0, 1, 3, 1, 1])
     np.testing.assert_allclose(bench.rising(rates, weights), [0.1, 0.25, 0.25, 0.4, 0.4], rtol=1e-15)
     best = bench.rising(rates, weights)
@@ -84,7 +70,7 @@ def test_a_rising_curve_pools_what_falls(bench: ModuleType) -> None:
         assert (weights * (other - rates) ** 2).sum() >= error
 
 
-def test_episodes_to_a_level(bench: ModuleType) -> None:
+def test_episodes_to_a_level() -> None:
     curves = np.array([[[0, 0.1], [100, 0.3], [200, 0.7]], [[0, 0.1], [200, 0.5], [400, 0.5]]])
     weights = np.array([16, 16, 64])
     assert bench.episodes_to(0.4, curves, weights) == pytest.approx(150)
@@ -94,14 +80,12 @@ def test_episodes_to_a_level(bench: ModuleType) -> None:
     assert bench.episodes_to(0.1, curves, weights) == 0
 
 
-def test_a_lucky_evaluation_does_not_reach_a_level(bench: ModuleType) -> None:
+def test_a_lucky_evaluation_does_not_reach_a_level() -> None:
     lucky = np.array([[[0, 0.1], [100, 0.5], [200, 0.2], [300, 0.5]]])
     assert bench.episodes_to(0.5, lucky, np.array([16, 16, 16, 64])) == pytest.approx(300)
 
 
-def test_the_bootstrap_interval_of_eight_seeds_holds_the_mean_as_often_as_the_report_says(
-    bench: ModuleType,
-) -> None:
+def test_the_bootstrap_interval_of_eight_seeds_holds_the_mean_as_often_as_the_report_says() -> None:
     # 4,000 normal samples: standard error .5 points.
     rng, draws = np.random.default_rng(0), bench.resampled(8)[:1000]
     intervals = [bench.interval(rng.standard_normal(8)[draws].mean(1)) for _ in range(4_000)]
@@ -109,7 +93,6 @@ def test_the_bootstrap_interval_of_eight_seeds_holds_the_mean_as_often_as_the_re
 
 
 def test_the_report_is_two_tables_on_shared_seeds(
-    bench: ModuleType,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,11 +1,9 @@
 """The sampler: the textbook's rule, exact; the promises of the default, one by one."""
 
-import importlib.util
 import json
 import math
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import agentrl as arl
+import curriculum as simulation
 from agentrl.curriculum.pass_rate import (
     EMA,
     BetaPosterior,
@@ -438,21 +437,8 @@ def test_public_names() -> None:
 # the simulation
 
 
-@pytest.fixture(scope="module")
-def simulation() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "curriculum.py"
-    spec = importlib.util.spec_from_file_location("curriculum_simulation", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(("num_tasks", "n"), [(200, 64), (2000, 8)])
-def test_the_default_wastes_ten_points_less_than_the_textbook(
-    simulation: ModuleType, num_tasks: int, n: int
-) -> None:
+def test_the_default_wastes_ten_points_less_than_the_textbook(num_tasks: int, n: int) -> None:
     # 2 of the 12 seeds and 100 of the 300 steps; docs/curriculum.md has the whole table.
     waste = {
         name: np.mean(
@@ -463,7 +449,7 @@ def test_the_default_wastes_ten_points_less_than_the_textbook(
     assert waste["top (default)"] < waste["band, last group (textbook)"] - 0.10
 
 
-def test_headroom_is_worth_its_place(simulation: ModuleType) -> None:
+def test_headroom_is_worth_its_place() -> None:
     final = {
         name: np.mean([simulation.simulate(name, 20, 8, seed, 150, 0.3).final for seed in range(3)])
         for name in ("top (default)", "top, no headroom")

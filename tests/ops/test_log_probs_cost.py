@@ -1,29 +1,15 @@
 """What the head costs: matrix products, and bytes that do not grow with tokens or vocabulary."""
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import log_probs
 from agentrl.ops.fused_loss import fused_policy_loss
 from agentrl.ops.log_probs import action_log_probs
 
-
-def load_benchmark() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "log_probs.py"
-    spec = importlib.util.spec_from_file_location("log_probs_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCH = load_benchmark()
 Step = Callable[[Any], Any]
 
 
@@ -32,22 +18,22 @@ def tiled(case: Any) -> Any:
 
 
 def fused(case: Any) -> Any:
-    return BENCH.step_fused(case)
+    return log_probs.step_fused(case)
 
 
 def products(step: Step, case: Any) -> float:
     n, d = case.hidden.shape
-    with BENCH.ProductCount() as counted:
+    with log_probs.ProductCount() as counted:
         step(case)
     return counted.operations / (2 * n * case.weight.shape[0] * d)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_products_three_fused_two_frozen(dtype: torch.dtype) -> None:
-    case = BENCH.Case.draw(64, 500, 32, dtype, "cpu")
+    case = log_probs.Case.draw(64, 500, 32, dtype, "cpu")
     assert products(tiled, case) == 4.0
     assert products(fused, case) == 3.0
-    assert products(lambda case: BENCH.step_fused(case, stash_bytes=0), case) == 3.5, (
+    assert products(lambda case: log_probs.step_fused(case, stash_bytes=0), case) == 3.5, (
         "half of 64 fit where D = 32"
     )
     case.weight.requires_grad_(False)
@@ -56,13 +42,13 @@ def test_four_products_three_fused_two_frozen(dtype: torch.dtype) -> None:
 
 
 def test_a_detached_hidden_saves_its_product() -> None:
-    case = BENCH.Case.draw(64, 500, 32, torch.float32, "cpu")
+    case = log_probs.Case.draw(64, 500, 32, torch.float32, "cpu")
     case.hidden.requires_grad_(False)
     assert products(tiled, case) == 3.0
 
 
 def test_entropy_costs_no_product() -> None:
-    case = BENCH.Case.draw(64, 500, 32, torch.float32, "cpu")
+    case = log_probs.Case.draw(64, 500, 32, torch.float32, "cpu")
 
     def step(case: Any) -> Any:
         log_probs, entropy = action_log_probs(case.hidden, case.weight, case.targets, return_entropy=True)
@@ -72,7 +58,7 @@ def test_entropy_costs_no_product() -> None:
 
 
 def test_backward_costs_a_quarter_with_a_quarter_of_the_tokens() -> None:
-    case = BENCH.Case.draw(64, 500, 32, torch.float32, "cpu")
+    case = log_probs.Case.draw(64, 500, 32, torch.float32, "cpu")
     case.upstream[16:] = 0.0
     assert products(tiled, case) == 1 + 3 / 4
     assert products(fused, case) == 1 + 3 / 4
@@ -81,11 +67,11 @@ def test_backward_costs_a_quarter_with_a_quarter_of_the_tokens() -> None:
 
 
 def test_a_loss_known_to_be_zero_costs_no_product() -> None:
-    case = BENCH.Case.draw(64, 500, 32, torch.float32, "cpu")
+    case = log_probs.Case.draw(64, 500, 32, torch.float32, "cpu")
     case.upstream[16:] = 0.0
 
     def step(case: Any) -> Any:
-        return BENCH.step_fused(case, active=case.upstream != 0)
+        return log_probs.step_fused(case, active=case.upstream != 0)
 
     assert products(step, case) == 3 / 4
     case.weight.requires_grad_(False)
@@ -97,9 +83,9 @@ def test_a_loss_known_to_be_zero_costs_no_product() -> None:
 def bytes_over_gradients(
     step: Step, n: int, v: int, d: int, dtype: torch.dtype, active: float = 1.0
 ) -> float:
-    case = BENCH.Case.draw(n, v, d, dtype, "cpu", active)
+    case = log_probs.Case.draw(n, v, d, dtype, "cpu", active)
     gradients = (case.hidden.numel() + case.weight.numel()) * case.hidden.element_size()
-    return BENCH.peak_bytes(lambda: step(case)) - gradients
+    return log_probs.peak_bytes(lambda: step(case)) - gradients
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -114,7 +100,7 @@ def test_memory_is_flat_in_tokens_and_vocabulary(step: Step, active: float) -> N
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_the_tracker_sees_full_logits() -> None:
     def full(case: Any) -> Any:
-        return case.backward(BENCH.score_full(case))
+        return case.backward(log_probs.score_full(case))
 
     logits = 4 * 256 * 8000
     assert bytes_over_gradients(full, 256, 8000, 16, torch.float32) >= 2 * logits
@@ -131,14 +117,14 @@ def test_memory_in_16_bits_adds_one_float32_hidden_gradient() -> None:
 @pytest.mark.gpu
 def test_full_size_on_a_gpu() -> None:
     """16k tokens of Qwen3-0.6B: full logits take tens of gigabytes, the tiles 1 GB over the gradients."""
-    case = BENCH.Case.draw(16_384, 151_936, 1024, torch.bfloat16, "cuda")
+    case = log_probs.Case.draw(16_384, 151_936, 1024, torch.bfloat16, "cuda")
     gradients = (case.hidden.numel() + case.weight.numel()) * 2
-    peak = BENCH.peak_bytes(lambda: tiled(case), "cuda")
+    peak = log_probs.peak_bytes(lambda: tiled(case), "cuda")
     assert peak - gradients <= 1 << 30
 
 
 def test_fused_and_general_agree_on_the_benchmark() -> None:
-    case = BENCH.Case.draw(96, 700, 32, torch.float32, "cpu")
+    case = log_probs.Case.draw(96, 700, 32, torch.float32, "cpu")
     for ours, general in zip(fused(case), tiled(case), strict=True):
         torch.testing.assert_close(ours, general, rtol=1e-4, atol=1e-5)
     assert fused_policy_loss(case.hidden, case.weight, case.targets, lambda p, _, i: p).log_probs.shape == (
