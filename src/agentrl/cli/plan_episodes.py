@@ -47,14 +47,14 @@ def episodes_of(path: Path, workload: Workload, given: set[str], skip_bad: bool 
             f"{path}: its {count} trajectories have {sampled:g} sampled tokens on average, and a plan needs "
             "at least 1; mark them in action_mask, or give --sampled"
         )
-    prompts, turns = zip(*(_prompt_and_turns(t) for t in trajectories), strict=True)
+    prompts = [_prompt_tokens(t) for t in trajectories]
     after_prompt = [max(1, t.num_tokens - prompt) for t, prompt in zip(trajectories, prompts, strict=True)]
     lengths = measured_lengths(after_prompt, 64)
     measured: dict[str, Any] = {
         "tokens": tokens,
         "sampled": sampled,
         "prompt": min(sum(prompts) / count, tokens - sampled),
-        "turns": max(1, round(sum(turns) / count)),
+        "turns": max(1, round(sum(t.num_runs for t in trajectories) / count)),
         "length_cv": math.sqrt(max(0.0, lengths.squared_mean - 1)),
     }
     silent, compared = _silent_episodes(trajectories)
@@ -76,21 +76,21 @@ def episodes_of(path: Path, workload: Workload, given: set[str], skip_bad: bool 
     )
 
 
-def _prompt_and_turns(trajectory: "Trajectory") -> tuple[int, int]:
-    # tokens before the first action, and runs of action tokens
-    mask = trajectory.action_mask
-    runs = int(((mask[1:] == 1) & (mask[:-1] == 0)).sum()) + int(mask[:1].sum())
-    return (1 + int(mask.argmax()) if runs else trajectory.num_tokens), runs
+def _prompt_tokens(trajectory: "Trajectory") -> int:
+    # tokens before the first action
+    return 1 + int(trajectory.action_mask.argmax()) if trajectory.num_actions else trajectory.num_tokens
 
 
 def _silent_episodes(trajectories: "list[Trajectory]") -> tuple[int, int]:
     # episodes in groups whose rewards are all equal, and in all groups of two or more
+    from agentrl.data.advantages import rewards_differ
+
     groups: dict[str, dict[str, float]] = {}
     for t in trajectories:
         if t.group and t.info.get("reward_recorded", True):
             groups.setdefault(t.group, {})[t.episode] = t.reward
     compared = [list(rewards.values()) for rewards in groups.values() if len(rewards) > 1]
-    silent = [rewards for rewards in compared if min(rewards) == max(rewards)]
+    silent = [rewards for rewards in compared if not rewards_differ(rewards)]
     return sum(map(len, silent)), sum(map(len, compared))
 
 

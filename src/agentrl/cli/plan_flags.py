@@ -7,7 +7,7 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from agentrl.plan.inputs import flag_of
+from agentrl.plan.inputs import flag_of, quoted
 
 
 def given_flags(args: Sequence[str]) -> set[str]:
@@ -44,7 +44,7 @@ def check_flags(args: Sequence[str], owners: tuple[type, ...], file: str = "") -
     if file and not words:
         raise ValueError(f"name {file}")
     if len(words) > bool(file):
-        raise ValueError(f"{_short(words[bool(file)])} belongs to no option; --help lists them")
+        raise ValueError(f"{quoted(words[bool(file)])} belongs to no option; --help lists them")
 
 
 def _flag(arg: str) -> str:
@@ -61,16 +61,12 @@ def _check_value(flag: str, kind: Any, value: str) -> None:
         return
     if choices:
         if value not in map(str, choices):
-            raise ValueError(f"{flag} must be one of {', '.join(map(str, choices))}, got {_short(value)}")
+            raise ValueError(f"{flag} must be one of {', '.join(map(str, choices))}, got {quoted(value)}")
         return
     try:
         number = float(value)
     except ValueError as error:
-        raise ValueError(f"{flag} takes a number, got {_short(value)}") from error
+        raise ValueError(f"{flag} takes a number, got {quoted(value)}") from error
     if types == {int} and not re.fullmatch(r"[+-]?\d+(_\d+)*", value):
         hint = f"; write {number:.0f}" if number.is_integer() and abs(number) < 1e15 else ""
-        raise ValueError(f"{flag} takes a whole number, got {_short(value)}{hint}")
-
-
-def _short(value: str) -> str:
-    return repr(value) if len(value) <= 24 else f"{value[:24]!r}..."
+        raise ValueError(f"{flag} takes a whole number, got {quoted(value)}{hint}")

@@ -1,8 +1,8 @@
 """Each rule with settings of its own: what `agentrl train --curriculum RULE` samples with."""
 
 from collections.abc import Iterable
+from typing import Any
 
-from agentrl.curriculum.pass_rate import LastGroup
 from agentrl.curriculum.sampler import RuleName, TaskSampler
 
 
@@ -25,14 +25,13 @@ def preset(
     >>> preset("band", ["abs", "max"], low=-1, high=2).pool(8, step=0)
     ['abs', 'max']
     """
-    given = {"low": low, "high": high, "revisit": revisit, "fill": fill}
-    useless = [name for name, value in given.items() if value is not None]
-    if rule == "uniform" and useless:
-        raise ValueError(f"the curriculum uniform draws from all tasks; leave {', '.join(useless)} out")
-    own = (0.2, 0.8) if rule == "pools" else (0.0, 1.0)
-    low, high = own[0] if low is None else low, own[1] if high is None else high
-    if rule != "band":
-        share = 0.1 if revisit is None else revisit
-        return TaskSampler(keys, None, rule, low, high, share, seed, fill=fill is not False)
-    extra = 1 if revisit is None else revisit
-    return TaskSampler(keys, LastGroup(), rule, low, high, extra, seed, fill=bool(fill))
+    settings = {"low": low, "high": high, "revisit": revisit, "fill": fill}
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    if rule == "uniform" and given:
+        raise ValueError(f"the curriculum uniform draws from all tasks; leave {', '.join(given)} out")
+    own: dict[str, Any] = {}
+    if rule == "pools":
+        own = {"low": 0.2, "high": 0.8}
+    elif rule == "band":
+        own = {"revisit": 1, "fill": False}
+    return TaskSampler(keys, select=rule, seed=seed, **(own | given))

@@ -69,3 +69,9 @@ class Trajectory:
     def num_actions(self) -> int:
         """Number of action tokens: those that the policy sampled."""
         return int(self.action_mask.sum())
+
+    @property
+    def num_runs(self) -> int:
+        """Number of maximal runs of action tokens: the turns that the policy took."""
+        starts = self.action_mask.diff(prepend=self.action_mask.new_zeros(1)) > 0
+        return int(starts.sum())

@@ -14,7 +14,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from agentrl.plan.engine import Engine, EngineConstants
-from agentrl.plan.inputs import Range, check_ranges, ranges_of, read_text
+from agentrl.plan.inputs import Range, check_ranges, quoted, ranges_of, read_text
 
 Vector = NDArray[np.float64]
 
@@ -117,8 +117,7 @@ def _measurement(cells: Mapping[str, str], where: str) -> Measurement:
         try:
             numbers[column] = float(text)
         except ValueError as error:
-            shown = f"{text[:24]!r}..." if len(text) > 24 else repr(text)
-            raise ValueError(f"{where}: {column} must be a number, got {shown}") from error
+            raise ValueError(f"{where}: {column} must be a number, got {quoted(text)}") from error
         ranges_of(Measurement)[column].check(f"{where}: {column}", numbers[column])
         if column in _COLUMNS[:3] and numbers[column] % 1:
             raise ValueError(f"{where}: {column} must be a whole number, got {text!r}")

@@ -106,6 +106,15 @@ def parse_text(text: str, loads: Callable[[str], Any], kind: str, file: str) -> 
         raise ValueError(f"{file} is not {kind}: {error}") from error
 
 
+def quoted(text: str) -> str:
+    """What somebody wrote, in quotes and not too long.
+
+    >>> quoted("1e3"), quoted("9" * 400)
+    ("'1e3'", "'999999999999999999999999'...")
+    """
+    return repr(text) if len(text) <= 24 else f"{text[:24]!r}..."
+
+
 def _written(value: float) -> str:
     text = f"{value:g}" if isinstance(value, float) and abs(value) < 1e-2 else f"{value:,}"
     text = text.removesuffix(".0")

@@ -5,19 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from agentrl.data.trajectory import Trajectory
 from agentrl.gym.env import make_env
 from agentrl.models.policy import Policy
 from agentrl.rollout.episode import NamedTask, TextTokenizer, broke, sample_groups
 from agentrl.train.config import RLConfig
-
-
-def _num_runs(action_mask: Tensor) -> int:
-    """Number of maximal runs of action tokens."""
-    starts = action_mask.diff(prepend=action_mask.new_zeros(1)) > 0
-    return int(starts.sum())
 
 
 def behavior_stats(trajs: Sequence[Trajectory]) -> dict[str, float]:
@@ -48,7 +41,7 @@ def behavior_stats(trajs: Sequence[Trajectory]) -> dict[str, float]:
         "median_tokens": quantiles[0],
         "p90_tokens": quantiles[1],
         "max_tokens": lengths.max().item(),
-        "mean_actions": sum(_num_runs(t.action_mask) for t in trajs) / len(trajs),
+        "mean_actions": sum(t.num_runs for t in trajs) / len(trajs),
         "mean_action_tokens": sum(t.num_actions for t in trajs) / len(trajs),
         "padding_waste": 1 - lengths.mean().item() / lengths.max().item(),
     }
