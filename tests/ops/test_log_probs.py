@@ -116,7 +116,8 @@ def test_gradcheck(entropy: bool) -> None:
             return_entropy=entropy, tile_bytes=64,
         )  # fmt: skip
 
-    assert gradcheck(score, (hidden, weight, bias, temperature))
+    # a second backward recomputes what the first one read
+    assert gradcheck(score, (hidden, weight, bias, temperature), nondet_tol=1e-14)
 
 
 def test_a_frozen_weight_passes_gradcheck() -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs
-from agentrl.ops.tiled_head import Gradients, Needs, Stash, TiledHead, Upstream, reduce_and_cast
+from agentrl.ops.stash import Stash
+from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream, reduce_and_cast
 from agentrl.ops.tiles import LogitPrecision, spread_rows_
 
 # (log-probs [N], entropies [N] or None, positions [N] int64) -> losses [N], weights already applied
@@ -55,9 +56,9 @@ def fused_policy_loss(
     `action_log_probs` computes the logits twice because the upstream gradient is not known in forward. Here
     it is, so the first D tokens' exponentials wait for it in the memory that the weight's gradient is about
     to fill, those of more tokens in `stash_bytes`; for these tokens, three matrix products replace four, at
-    the same peak memory. Tokens beyond are recomputed (N * V * 4 bytes of stash hold all, in float32). The
-    gradient of a frozen head takes two products, and three with entropy. If less than two thirds of the
-    tokens carry a gradient, those are recomputed: this is then cheaper.
+    the same peak memory. Tokens beyond are recomputed (N * V * 4 bytes of stash hold all, in float32). Tokens
+    without gradient cost nothing more. The gradient of a frozen head takes two products, and three with
+    entropy.
 
     `active` (bool [N]) names the tokens to score, for losses known beforehand to give the others nothing (a
     weight or an advantage of zero). The others cost nothing: `token_loss` sees the log-probs and positions of
@@ -262,11 +263,10 @@ def _loss_and_gradients(
     entropy: bool,
     stash_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
-    head = TiledHead(inputs, rows, stash=needs.weight)
-    stash = None
-    if needs.weight and len(head.targets):
-        stash = Stash(inputs.weight, head.grid, head.precision, stash_bytes)
-    found = head.statistics(entropy=entropy, stash=stash)
+    num_tokens = len(inputs.targets) if rows is None else len(rows)
+    stash = Stash.reserve(inputs, num_tokens, stash_bytes) if needs.weight and num_tokens else None
+    head = TiledHead(inputs, rows, stash)
+    found = head.statistics(entropy=entropy)
     if inputs.settings.group is not None:
         found.combine_(inputs.settings.group)
     log_sum_exp = found.log_sum_exp()
@@ -281,16 +281,9 @@ def _loss_and_gradients(
     if not wanted:
         return loss, logp, entropy_value, Gradients()
     kept = upstream.active_rows()
-    # Idle tokens cost their two products from the stash; a NaN among them would reach the weight's gradient,
-    # as would an infinite hidden state, which a soft-cap hides in the log-prob.
-    few = 3 * len(kept) < 2 * len(logp)
-    idle_nan = len(kept) < len(logp) and not (
-        bool(logp.isfinite().all()) and bool(inputs.hidden.sum(1).isfinite().all())
-    )
-    if few or idle_nan or (stash is None and len(kept) < len(logp)):
-        stash = None
-        kept_rows = kept if rows is None else rows[kept]
-        gradients = TiledHead(inputs, kept_rows).gradients(upstream.select(kept), needs)
-    else:
-        gradients = head.gradients(upstream, needs, stash)
+    if len(kept) < len(logp):
+        upstream = upstream.select(kept)
+        rows = kept if rows is None else rows[kept]
+        head = TiledHead(inputs, rows, None if stash is None else stash.select(kept))
+    gradients = head.gradients(upstream, needs)
     return loss, logp, entropy_value, replace(reduce_and_cast(gradients, inputs), unit=unit)

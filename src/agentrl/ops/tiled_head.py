@@ -2,7 +2,6 @@
 
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, target_columns
-from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, RowSum, Tile, logit_product, spread_rows_
+from agentrl.ops.stash import Stash
+from agentrl.ops.tiles import Buffers, Factor, Grid, RowSum, Tile, logit_product, spread_rows_
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,68 +62,20 @@ class Gradients:
     unit: Tensor | float = 1.0  # what all of them are still to be multiplied by
 
 
-class Stash:
-    """exp(z - maximum) of the first tokens, kept where the weight's gradient will be written, and beyond.
+class TiledHead:
+    """The logits [N, V] of hidden [N, D] under the head, as tiles that exist one at a time.
 
-    float16 keeps them times 2^15: as they are, it would drop what lies 17 nats below the maximum.
-    The gradient [V, D] is written column by column of tiles, each after the column's last tile was read;
-    until then its memory holds one number a logit for D tokens. `extra_bytes` hold some for the tokens
-    after those.
+    A stash, reserved for the same tokens, keeps their exponentials from `statistics` to `gradients`.
     """
 
-    def __init__(self, weight: Tensor, grid: Grid, precision: Precision, extra_bytes: int) -> None:
-        self.weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        self.grid = grid
-        self.gain = 2.0**15 if weight.dtype == torch.float16 else 1.0
-        extra = extra_bytes // (len(weight) * weight.element_size())
-        # first token, tokens a column holds, memory; whole tiles only
-        self.areas: list[tuple[int, int, Tensor]] = []
-        start = 0
-        for capacity, memory in ((weight.shape[1], self.weight_gradient.view(-1)), (extra, None)):
-            left = grid.num_tokens - start
-            tokens = left if capacity >= left else capacity // grid.tokens * grid.tokens
-            if tokens > 0:
-                flat = weight.new_empty(len(weight) * tokens) if memory is None else memory
-                self.areas.append((start, tokens, flat))
-                start += tokens
-        columns = -(-len(weight) // grid.vocab)
-        self.maxima = torch.empty(columns, start, dtype=precision.wide, device=weight.device)
-
-    def keep(self, tile: Tile, exp: Tensor, maximum: Tensor) -> None:
-        """Store a tile of exp(z - maximum), which is lost, if it has a place."""
-        slot = self._slot(tile)
-        if slot is not None:
-            slot.copy_(exp if self.gain == 1.0 else exp.mul_(self.gain))
-            kept = maximum[tile.n0 : tile.n1] - math.log(self.gain)
-            self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1] = kept
-
-    def held(self, tile: Tile) -> tuple[Tensor, Tensor] | None:
-        """A tile's exp(z - m) [n, v] and m [n, 1], the maximum less log(gain); None where it has no place."""
-        slot = self._slot(tile)
-        if slot is None:
-            return None
-        return slot, self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1, None]
-
-    def _slot(self, tile: Tile) -> Tensor | None:
-        for start, tokens, memory in self.areas:
-            if start <= tile.n0 and tile.n1 <= start + tokens:
-                size = (tile.n1 - tile.n0) * (tile.v1 - tile.v0)
-                width = memory.numel() // self.grid.num_vocab
-                offset = tile.v0 * width + (tile.n0 - start) * (tile.v1 - tile.v0)
-                return memory[offset : offset + size].view(tile.n1 - tile.n0, tile.v1 - tile.v0)
-        return None
-
-
-class TiledHead:
-    """The logits [N, V] of hidden [N, D] under the head, as tiles that exist one at a time."""
-
-    def __init__(self, inputs: HeadInputs, rows: Tensor | None = None, *, stash: bool = False) -> None:
+    def __init__(self, inputs: HeadInputs, rows: Tensor | None = None, stash: Stash | None = None) -> None:
         hidden, weight, bias, temperatures, targets, settings = inputs
         self.precision = settings.precision
         wide = self.precision.wide
         self.vocab_start = settings.vocab_start
         self.group = settings.group
         self.rows = rows  # int64, ascending: the tokens that take part; None means all
+        self.stash = stash
         self.buffers = Buffers(hidden.device)
         self.hidden = Factor("hidden", hidden, rows, self.buffers)
         self.weight = Factor("weight", weight, None, self.buffers)
@@ -136,14 +88,11 @@ class TiledHead:
             temperatures=None if temperatures is None else temperatures.to(wide),
         )
         self.logit_map = logit_map if rows is None else logit_map.select(rows)
-        self.grid = Grid.fit(
-            len(self.targets),
-            weight.shape[0],
-            hidden.shape[1],
-            settings.tile_bytes,
-            self.precision,
-            stash=stash,
-        )
+        num_tokens, (num_vocab, width) = len(self.targets), weight.shape
+        if stash is None:
+            self.grid = Grid.fit(num_tokens, num_vocab, width, settings.tile_bytes, self.precision)
+        else:
+            self.grid = stash.grid
 
     def logits(self, tile: Tile) -> Tensor:
         """A tile's logits [n, v] in the wide dtype; the next tile overwrites them."""
@@ -158,16 +107,16 @@ class TiledHead:
             logit_product(hidden, weight.T, self.precision, out=logits)
         return self.logit_map.apply_(logits, tile)
 
-    def statistics(self, *, entropy: bool, stash: Stash | None = None) -> Statistics:
-        """One pass over the tiles, which a stash keeps as far as it reaches: one matrix product."""
+    def statistics(self, *, entropy: bool) -> Statistics:
+        """One pass over the tiles, which the stash keeps as far as it reaches: one matrix product."""
         found = Statistics.empty(
             len(self.targets), self.precision, self.hidden.source.device, entropy=entropy
         )
         for tile in self.grid.walk(vocab_outermost=False):
             logits = self.logits(tile)
             exp, _ = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
-            if stash is not None:
-                stash.keep(tile, exp, found.maximum)
+            if self.stash is not None:
+                self.stash.keep(tile, exp, found.maximum)
         return found
 
     def statistics_with_hidden_slope(self) -> tuple[Statistics, Tensor]:
@@ -210,12 +159,12 @@ class TiledHead:
         rows.mul_((-slope / total)[:, None]).addcmul_(target_rows.to(rows.dtype), (rest * slope)[:, None])
         sums.finish(tile.n0, tile.n1)
 
-    def gradients(self, upstream: Upstream, needs: Needs, stash: Stash | None = None) -> Gradients:
-        """Recompute the tiles that no stash holds, and sum the gradients of all.
+    def gradients(self, upstream: Upstream, needs: Needs) -> Gradients:
+        """Recompute the tiles that the stash does not hold, and sum the gradients of all.
 
-        One product for the logits, one for hidden, one for the weight.
+        One product for the logits, one for hidden, one for the weight. The stash is lost.
         """
-        precision, num_tokens = self.precision, len(self.targets)
+        precision, num_tokens, stash = self.precision, len(self.targets), self.stash
         hidden, weight = self.hidden.source, self.weight.source
         if num_tokens == 0:
             return self._zero_gradients(needs)
@@ -245,7 +194,7 @@ class TiledHead:
         if needs.temperatures:
             found.temperatures = hidden.new_zeros(num_tokens, dtype=precision.wide)
         for tile in self.grid.walk(vocab_outermost=vocab_outermost):
-            gradient = self._tile_gradient(tile, upstream, found.temperatures, stash)
+            gradient = self._tile_gradient(tile, upstream, found.temperatures)
             if found.bias is not None:
                 found.bias[tile.v0 : tile.v1] += gradient.sum(0)
             operand = self._operand(gradient)
@@ -271,21 +220,24 @@ class TiledHead:
 
     def _zero_gradients(self, needs: Needs) -> Gradients:
         hidden, weight = self.hidden.source, self.weight.source
+        weight_gradient = None
+        if needs.weight:
+            weight_gradient = (
+                torch.zeros_like(weight) if self.stash is None else self.stash.weight_gradient.zero_()
+            )
         return Gradients(
             hidden=torch.zeros_like(hidden) if needs.hidden else None,
-            weight=torch.zeros_like(weight) if needs.weight else None,
+            weight=weight_gradient,
             bias=weight.new_zeros(len(weight)) if needs.bias else None,
             temperatures=hidden.new_zeros(len(hidden)) if needs.temperatures else None,
         )
 
-    def _tile_gradient(
-        self, tile: Tile, upstream: Upstream, temperatures: Tensor | None, stash: Stash | None
-    ) -> Tensor:
+    def _tile_gradient(self, tile: Tile, upstream: Upstream, temperatures: Tensor | None) -> Tensor:
         """d loss / d raw product of a tile, in place of its logits.
 
         dz = g * 1_y - p * (g + h * (log p + H)) with g, h the upstream gradients of log-prob and entropy.
         """
-        held = None if stash is None else stash.held(tile)
+        held = None if self.stash is None else self.stash.held(tile, self.buffers)
         plain = upstream.entropy is None and temperatures is None and self.logit_map.softcap is None
         if held is not None and plain:
             return self._held_gradient(tile, upstream, *held)

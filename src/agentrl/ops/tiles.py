@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -113,6 +114,8 @@ class Tile:
 class Grid:
     """How [num_tokens, vocabulary] is cut: `tokens` by `vocab` at most, in tiles of nearly equal size.
 
+    No tile reaches across one of `token_cuts`.
+
     >>> float32 = Precision(torch.float32, torch.device("cpu"), "float32")
     >>> grid = Grid.fit(3000, 5000, 64, 4 << 20, float32)
     >>> grid.tokens, grid.vocab, len(list(grid.walk(vocab_outermost=True)))
@@ -123,6 +126,7 @@ class Grid:
     num_vocab: int
     tokens: int
     vocab: int
+    token_cuts: tuple[int, ...] = ()
 
     @staticmethod
     def fit(
@@ -132,33 +136,42 @@ class Grid:
         tile_bytes: int,
         precision: Precision,
         *,
-        stash: bool = False,
+        sums_apart: bool = False,
+        token_cuts: tuple[int, ...] = (),
     ) -> "Grid":
         """The squarest tile of at most `tile_bytes`, longer along one side where the other is short.
 
         Copied factors, up to [n, D] of hidden and for 16-bit inputs [v, D] of the weight, stay about as small
-        as the tile, and so do sums [v, D] beside a stash, whose tiles have at most D tokens.
+        as the tile, and so do sums [v, D] of the weight's gradient that have memory of their own.
         """
         cells = max(1, tile_bytes // precision.wide.itemsize)
-        longest = min(num_tokens, max(1, 2 * cells // width), width if stash else num_tokens)
+        longest = min(num_tokens, max(1, 2 * cells // width))
         tokens = max(1, min(math.isqrt(cells), longest))
-        copied = max(1, cells // width) if precision.narrow or stash else num_vocab
+        copied = max(1, cells // width) if precision.narrow or sums_apart else num_vocab
         vocab = max(1, min(num_vocab, cells // tokens, copied))
         tokens = max(1, min(longest, cells // vocab))
-        return Grid(num_tokens, num_vocab, _even(num_tokens, tokens), _even(num_vocab, vocab))
+        return Grid(num_tokens, num_vocab, tokens, _even(num_vocab, vocab), token_cuts)
 
     def walk(self, *, vocab_outermost: bool) -> Iterator[Tile]:
         """The tiles, column after column (vocabulary outermost) or row after row."""
-        rows = range(0, self.num_tokens, self.tokens)
-        columns = range(0, self.num_vocab, self.vocab)
+        rows = _spans(self.num_tokens, self.tokens, self.token_cuts)
+        columns = _spans(self.num_vocab, self.vocab)
         order = (
-            ((n, v) for v in columns for n in rows)
+            ((*n, *v) for v in columns for n in rows)
             if vocab_outermost
-            else ((n, v) for n in rows for v in columns)
+            else ((*n, *v) for n in rows for v in columns)
         )
-        for n, v in order:
-            n1, v1 = min(n + self.tokens, self.num_tokens), min(v + self.vocab, self.num_vocab)
-            yield Tile(n, n1, v, v1, v == 0, v1 == self.num_vocab, n == 0, n1 == self.num_tokens)
+        for n0, n1, v0, v1 in order:
+            yield Tile(n0, n1, v0, v1, v0 == 0, v1 == self.num_vocab, n0 == 0, n1 == self.num_tokens)
+
+
+def _spans(total: int, at_most: int, cuts: tuple[int, ...] = ()) -> list[tuple[int, int]]:
+    """[start, stop) of parts of nearly equal size, none across a cut."""
+    found = []
+    for start, stop in pairwise(sorted({0, *cuts, total})):
+        size = _even(stop - start, at_most)
+        found += [(part, min(part + size, stop)) for part in range(start, stop, size)]
+    return found
 
 
 def _even(total: int, at_most: int) -> int:
