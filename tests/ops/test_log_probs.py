@@ -11,6 +11,7 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.ops import tiled_head
+from agentrl.ops.head_gradients import Upstream
 from agentrl.ops.log_probs import (
     action_log_probs,
     checkpointed_log_probs,
@@ -337,7 +338,7 @@ def test_a_log_sum_exp_of_the_wrong_tile_is_caught(monkeypatch: pytest.MonkeyPat
 
     def shifted(self: Any, upstream: Any) -> Any:
         right, unscale = sloped(self, upstream)
-        return tiled_head.Upstream(right.logp, None, right.log_sum_exp.roll(1), None), unscale
+        return Upstream(right.logp, None, right.log_sum_exp.roll(1), None), unscale
 
     monkeypatch.setattr(tiled_head.TiledHead, "_sloped", shifted)
     wrong = torch.autograd.grad(action_log_probs(hidden, weight, targets), (hidden, weight), upstream)

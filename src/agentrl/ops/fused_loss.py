@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.ops.gradient_sums import spread_rows_
+from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs
 from agentrl.ops.stash import Stash
-from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream, reduce_and_cast
-from agentrl.ops.tiles import LogitPrecision, spread_rows_
+from agentrl.ops.tiled_head import TiledHead
+from agentrl.ops.tiles import LogitPrecision
 
 # (log-probs [N], entropies [N] or None, positions [N] int64) -> losses [N], weights already applied
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-
-_STASH_BYTES = 4 << 20
 
 
 class FusedLoss(NamedTuple):
@@ -42,7 +42,7 @@ def fused_policy_loss(
     with_entropy: bool = False,
     active: Tensor | None = None,
     tile_bytes: int | None = None,
-    stash_bytes: int = _STASH_BYTES,
+    stash_bytes: int = 0,
     logits: LogitPrecision = "float32",
     group: dist.ProcessGroup | None = None,
 ) -> FusedLoss:
@@ -55,10 +55,10 @@ def fused_policy_loss(
 
     `action_log_probs` computes the logits twice because the upstream gradient is not known in forward. Here
     it is, so the first D tokens' exponentials wait for it in the memory that the weight's gradient is about
-    to fill, those of more tokens in `stash_bytes`; for these tokens, three matrix products replace four, at
-    the same peak memory. Tokens beyond are recomputed (N * V * 4 bytes of stash hold all, in float32). Tokens
-    without gradient cost nothing more. The gradient of a frozen head takes two products, and three with
-    entropy.
+    to fill, in 16 bits too; for these tokens, three matrix products replace four, at the same peak memory.
+    `stash_bytes` on top hold those of tokens after them, if at least 64 (N * V * 4 bytes hold all, in
+    float32); tokens beyond are recomputed, and tokens without gradient cost nothing more. The gradient of a
+    frozen head takes two products, and three with entropy.
 
     `active` (bool [N]) names the tokens to score, for losses known beforehand to give the others nothing (a
     weight or an advantage of zero). The others cost nothing: `token_loss` sees the log-probs and positions of
@@ -264,7 +264,10 @@ def _loss_and_gradients(
     stash_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
     num_tokens = len(inputs.targets) if rows is None else len(rows)
-    stash = Stash.reserve(inputs, num_tokens, stash_bytes) if needs.weight and num_tokens else None
+    # More tokens than vocabulary: 16-bit gradients are summed with tokens outermost, which a stash precludes
+    tokens_outermost = inputs.settings.precision.narrow and num_tokens > len(inputs.weight)
+    wanted = needs.weight and num_tokens > 0 and not tokens_outermost
+    stash = Stash.reserve(inputs, num_tokens, stash_bytes) if wanted else None
     head = TiledHead(inputs, rows, stash)
     found = head.statistics(entropy=entropy)
     if inputs.settings.group is not None:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, is_whole, read_head_inputs
 from agentrl.ops.stash import Stash
-from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream, reduce_and_cast
+from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import LogitPrecision
 
 

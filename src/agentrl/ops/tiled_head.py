@@ -2,64 +2,17 @@
 
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.ops.gradient_sums import GradientSums, RowSum, spread_rows_
+from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, target_columns
 from agentrl.ops.stash import Stash
-from agentrl.ops.tiles import Buffers, Factor, Grid, RowSum, Tile, logit_product, spread_rows_
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """What backward needs of each token that takes part, all [N] in the wide dtype."""
-
-    logp: Tensor  # d loss / d log-prob
-    entropy: Tensor | None  # d loss / d entropy
-    log_sum_exp: Tensor
-    entropy_value: Tensor | None
-    target_logit: Tensor | None = None  # what a stash that rounds, even to zero, cannot give back
-
-    def active_rows(self) -> Tensor:
-        """The tokens that carry a gradient, int64 and ascending."""
-        active = self.logp != 0
-        if self.entropy is not None:
-            active |= self.entropy != 0
-        return active.nonzero().squeeze(1)
-
-    def select(self, rows: Tensor) -> "Upstream":
-        """The same for the tokens `rows` alone."""
-        parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value, self.target_logit)
-        return Upstream(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
-
-
-class Needs(NamedTuple):
-    """Which inputs want a gradient."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-    temperatures: bool
-
-    def only_hidden(self) -> bool:
-        """Whether the head itself is frozen."""
-        return self.hidden and not (self.weight or self.bias or self.temperatures)
-
-
-@dataclass(slots=True)
-class Gradients:
-    """Gradients of the loss with respect to the head's inputs; None where not wanted."""
-
-    hidden: Tensor | None = None  # [N, D]; zero for tokens that take no part
-    weight: Tensor | None = None  # [V, D]
-    bias: Tensor | None = None  # [V]
-    temperatures: Tensor | None = None  # [N]
-    unit: Tensor | float = 1.0  # what all of them are still to be multiplied by
+from agentrl.ops.tiles import Buffers, Factor, Grid, Tile, logit_product
 
 
 class TiledHead:
@@ -74,6 +27,7 @@ class TiledHead:
         wide = self.precision.wide
         self.vocab_start = settings.vocab_start
         self.group = settings.group
+        self.spare_bytes = settings.tile_bytes
         self.rows = rows  # int64, ascending: the tokens that take part; None means all
         self.stash = stash
         self.buffers = Buffers(hidden.device)
@@ -128,7 +82,10 @@ class TiledHead:
         """
         found = Statistics.empty(len(self.targets), self.precision, self.hidden.source.device, entropy=False)
         slope = torch.empty_like(self.hidden.source, memory_format=torch.contiguous_format)
-        sums = RowSum(slope, self.grid.tokens, self.precision, self.buffers)
+        held = slope
+        if slope.dtype != self.precision.wide:
+            held = slope.new_empty(self.grid.tokens, slope.shape[1], dtype=self.precision.wide)
+        sums = RowSum(slope, [held], self.precision, self.buffers)
         for tile in self.grid.walk(vocab_outermost=False):
             logits = self.logits(tile)
             cap = self._cap_slope(logits, tile)
@@ -164,48 +121,21 @@ class TiledHead:
 
         One product for the logits, one for hidden, one for the weight. The stash is lost.
         """
-        precision, num_tokens, stash = self.precision, len(self.targets), self.stash
-        hidden, weight = self.hidden.source, self.weight.source
-        if num_tokens == 0:
+        if len(self.targets) == 0:
             return self._zero_gradients(needs)
         upstream, unscale = self._sloped(upstream)
-        # A 16-bit gradient is summed in float32: one tile of the outer side, and all of the inner, so the
-        # longer.
-        longer = precision.narrow and needs.hidden and num_tokens > len(weight)
-        vocab_outermost = stash is not None or (needs.weight and not longer)
-        found = Gradients()
-        hidden_sum = weight_sum = None
-        if needs.hidden:
-            # shards of the vocabulary add up their parts before anything is rounded
-            dtype = hidden.dtype if self.group is None else precision.wide
-            found.hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
-            held = num_tokens if vocab_outermost else self.grid.tokens
-            hidden_sum = RowSum(found.hidden[:num_tokens], held, precision, self.buffers, unscale)
-        if needs.weight:
-            if stash is None:
-                found.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            else:
-                found.weight = stash.weight_gradient
-            held = self.grid.vocab if vocab_outermost else len(weight)
-            apart = stash is not None
-            weight_sum = RowSum(found.weight, held, precision, self.buffers, unscale, apart=apart)
-        if needs.bias:
-            found.bias = hidden.new_zeros(len(weight), dtype=precision.wide)
-        if needs.temperatures:
-            found.temperatures = hidden.new_zeros(num_tokens, dtype=precision.wide)
-        for tile in self.grid.walk(vocab_outermost=vocab_outermost):
-            gradient = self._tile_gradient(tile, upstream, found.temperatures)
-            if found.bias is not None:
+        found = self._empty_gradients(needs)
+        sums = GradientSums(
+            self.grid, found.hidden, found.weight, self.precision, self.buffers, unscale,
+            stashed=self.stash is not None, spare_bytes=self.spare_bytes,
+        )  # fmt: skip
+        for phase, tile in sums.walk():
+            whole = phase.inner and phase.outer
+            temperatures = found.temperatures if phase.inner else None
+            gradient = self._tile_gradient(tile, upstream, temperatures, self.stash if whole else None)
+            if found.bias is not None and phase.inner:
                 found.bias[tile.v0 : tile.v1] += gradient.sum(0)
-            operand = self._operand(gradient)
-            if hidden_sum is not None:
-                factor = self.weight.tile(tile.v0, tile.v1, precision.gradient_operands)
-                first, last = tile.first_in_row, tile.last_in_row
-                hidden_sum.add(tile.n0, tile.n1, operand, factor, first=first, last=last)
-            if weight_sum is not None:
-                factor = self.hidden.tile(tile.n0, tile.n1, precision.gradient_operands)
-                first, last = tile.first_in_column, tile.last_in_column
-                weight_sum.add(tile.v0, tile.v1, operand.T, factor, first=first, last=last)
+            sums.add(phase, tile, self._operand(gradient), self.hidden, self.weight)
         for part in (found.bias, found.temperatures):
             if part is not None and unscale is not None:
                 part.mul_(unscale)
@@ -213,9 +143,27 @@ class TiledHead:
             if found.hidden is not None:
                 spread_rows_(found.hidden, self.rows)
             if found.temperatures is not None:
-                found.temperatures = found.temperatures.new_zeros(len(hidden)).index_copy_(
+                found.temperatures = found.temperatures.new_zeros(len(self.hidden.source)).index_copy_(
                     0, self.rows, found.temperatures
                 )
+        return found
+
+    def _empty_gradients(self, needs: Needs) -> Gradients:
+        """Memory for what is wanted; sums of bias and temperatures start at zero."""
+        hidden, weight, wide = self.hidden.source, self.weight.source, self.precision.wide
+        found = Gradients()
+        if needs.hidden:
+            # shards of the vocabulary add up their parts before anything is rounded
+            dtype = hidden.dtype if self.group is None else wide
+            found.hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
+        if needs.weight and self.stash is not None:
+            found.weight = self.stash.weight_gradient
+        elif needs.weight:
+            found.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if needs.bias:
+            found.bias = hidden.new_zeros(len(weight), dtype=wide)
+        if needs.temperatures:
+            found.temperatures = hidden.new_zeros(len(self.targets), dtype=wide)
         return found
 
     def _zero_gradients(self, needs: Needs) -> Gradients:
@@ -232,12 +180,14 @@ class TiledHead:
             temperatures=hidden.new_zeros(len(hidden)) if needs.temperatures else None,
         )
 
-    def _tile_gradient(self, tile: Tile, upstream: Upstream, temperatures: Tensor | None) -> Tensor:
+    def _tile_gradient(
+        self, tile: Tile, upstream: Upstream, temperatures: Tensor | None, stash: Stash | None
+    ) -> Tensor:
         """d loss / d raw product of a tile, in place of its logits.
 
         dz = g * 1_y - p * (g + h * (log p + H)) with g, h the upstream gradients of log-prob and entropy.
         """
-        held = None if self.stash is None else self.stash.held(tile, self.buffers)
+        held = None if stash is None else stash.held(tile, self.buffers)
         plain = upstream.entropy is None and temperatures is None and self.logit_map.softcap is None
         if held is not None and plain:
             return self._held_gradient(tile, upstream, *held)
@@ -317,17 +267,3 @@ class TiledHead:
             unscale = torch.where(largest.isfinite() & (largest > 0), largest / 1024, 1.0)
             logp, entropy = logp / unscale, None if entropy is None else entropy / unscale
         return replace(upstream, logp=logp, entropy=entropy), unscale
-
-
-def reduce_and_cast(found: Gradients, inputs: HeadInputs) -> Gradients:
-    """Add up the parts of vocabulary shards, and give every gradient its input's dtype."""
-    parts = (found.hidden, found.weight, found.bias, found.temperatures)
-    if inputs.settings.group is not None:
-        for part in (found.hidden, found.temperatures):
-            if part is not None:
-                dist.all_reduce(part, group=inputs.settings.group)
-    dtypes = (None if tensor is None else tensor.dtype for tensor in inputs[:4])
-    hidden, weight, bias, temperatures = (
-        None if part is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)
-    )
-    return Gradients(hidden, weight, bias, temperatures)

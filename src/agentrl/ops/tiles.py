@@ -1,4 +1,4 @@
-"""Tiles of the head's [N, V] plane: their sizes, their factors in the right precision, their sums."""
+"""Tiles of the head's [N, V] plane: their sizes, their factors in the right precision."""
 
 # N tokens, V vocabulary, D width; n, v the sides of one tile
 
@@ -19,8 +19,6 @@ LogitPrecision = Literal["float32", "input"]
 # 4096 x 4096 to give every multiprocessor several blocks.
 CPU_TILE_BYTES = 8 << 20
 CUDA_TILE_BYTES = 64 << 20
-# Rows added at a time where dtypes differ: PyTorch widens the addend in memory of its own.
-_BLOCK = 128
 
 
 def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: int, width: int) -> int:
@@ -114,7 +112,7 @@ class Tile:
 class Grid:
     """How [num_tokens, vocabulary] is cut: `tokens` by `vocab` at most, in tiles of nearly equal size.
 
-    No tile reaches across one of `token_cuts`.
+    No tile reaches across one of `token_cuts` or `vocab_cuts`.
 
     >>> float32 = Precision(torch.float32, torch.device("cpu"), "float32")
     >>> grid = Grid.fit(3000, 5000, 64, 4 << 20, float32)
@@ -127,6 +125,7 @@ class Grid:
     tokens: int
     vocab: int
     token_cuts: tuple[int, ...] = ()
+    vocab_cuts: tuple[int, ...] = ()
 
     @staticmethod
     def fit(
@@ -155,7 +154,7 @@ class Grid:
     def walk(self, *, vocab_outermost: bool) -> Iterator[Tile]:
         """The tiles, column after column (vocabulary outermost) or row after row."""
         rows = _spans(self.num_tokens, self.tokens, self.token_cuts)
-        columns = _spans(self.num_vocab, self.vocab)
+        columns = _spans(self.num_vocab, self.vocab, self.vocab_cuts)
         order = (
             ((*n, *v) for v in columns for n in rows)
             if vocab_outermost
@@ -165,7 +164,7 @@ class Grid:
             yield Tile(n0, n1, v0, v1, v0 == 0, v1 == self.num_vocab, n0 == 0, n1 == self.num_tokens)
 
 
-def _spans(total: int, at_most: int, cuts: tuple[int, ...] = ()) -> list[tuple[int, int]]:
+def _spans(total: int, at_most: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
     """[start, stop) of parts of nearly equal size, none across a cut."""
     found = []
     for start, stop in pairwise(sorted({0, *cuts, total})):
@@ -223,82 +222,3 @@ class Factor:
             out.copy_(self.tile(start, stop, self.source.dtype))
         self.held[dtype] = (start, stop, out)
         return out
-
-
-class RowSum:
-    """A gradient [R, D] as a sum of products, accumulated in the wide dtype and cast once.
-
-    Wide gradients are summed where they stand, unless `apart`, where their memory is still in use. 16-bit
-    ones are summed in a float32 buffer of `held` rows: one tile where a tile's products follow each other,
-    else all rows.
-    """
-
-    def __init__(
-        self,
-        gradient: Tensor,
-        held: int,
-        precision: Precision,
-        buffers: Buffers,
-        unscale: Tensor | None = None,
-        *,
-        apart: bool = False,
-    ) -> None:
-        self.gradient = gradient
-        self.precision = precision
-        self.buffers = buffers
-        self.unscale = unscale  # divides out the factor that kept float16 products in range
-        self.sums = gradient
-        self.all_rows = held >= gradient.shape[0]
-        if apart or gradient.dtype != precision.wide:
-            self.sums = torch.empty(held, gradient.shape[1], dtype=precision.wide, device=gradient.device)
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """The running sums of rows [start, stop), in the wide dtype."""
-        whole = self.sums is self.gradient or self.all_rows
-        return self.sums[start:stop] if whole else self.sums[: stop - start]
-
-    def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool, last: bool) -> None:
-        """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there, the last finishes.
-
-        On CPU a 16-bit product is rounded once, from its float32 sums; a single one is the gradient itself.
-        """
-        on_cuda = self.precision.device.type == "cuda"
-        if first and last and lhs.dtype == self.gradient.dtype and self.unscale is None and not on_cuda:
-            torch.mm(lhs, rhs, out=self.gradient[start:stop])
-            return
-        sums = self.rows(start, stop)
-        if lhs.dtype == sums.dtype:
-            torch.mm(lhs, rhs, out=sums) if first else sums.addmm_(lhs, rhs)
-        elif on_cuda and first:
-            torch.mm(lhs, rhs, out_dtype=sums.dtype, out=sums)
-        elif on_cuda:
-            part = self.buffers.take("part", sums.shape, sums.dtype)
-            sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
-        else:
-            part = torch.mm(lhs, rhs, out=self.buffers.take("part", sums.shape, lhs.dtype))
-            for total, term in zip(sums.split(_BLOCK), part.split(_BLOCK), strict=True):
-                total.copy_(term) if first else total.add_(term)
-        if last:
-            self.finish(start, stop)
-
-    def finish(self, start: int, stop: int) -> None:
-        """Cast rows [start, stop) to the gradient's dtype once their last product is in."""
-        if self.unscale is not None:
-            self.rows(start, stop).mul_(self.unscale)
-        if self.sums is not self.gradient:
-            self.gradient[start:stop].copy_(self.rows(start, stop))
-
-
-def spread_rows_(compact: Tensor, rows: Tensor) -> None:
-    """Move the first len(rows) rows of compact [N, D] to positions `rows` (ascending); others become zero.
-
-    Works in place, last block first: rows[i] >= i, so no block overwrites one that still has to move.
-    """
-    num_rows = len(rows)
-    compact[num_rows:].zero_()
-    block = max(1, (1 << 20) // max(1, compact.shape[1] * compact.element_size()))
-    for stop in range(num_rows, 0, -block):
-        start = max(0, stop - block)
-        moving = compact[start:stop].clone()
-        compact[start:stop].zero_()
-        compact[rows[start:stop]] = moving
