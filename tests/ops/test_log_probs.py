@@ -338,7 +338,8 @@ def test_a_log_sum_exp_of_the_wrong_tile_is_caught(monkeypatch: pytest.MonkeyPat
 
     def shifted(self: Any, upstream: Any) -> Any:
         right, unscale = sloped(self, upstream)
-        return Upstream(right.logp, None, right.log_sum_exp.roll(1), None), unscale
+        scores = right.scores._replace(log_sum_exp=right.scores.log_sum_exp.roll(1))
+        return Upstream(right.logp, None, scores), unscale
 
     monkeypatch.setattr(tiled_head.TiledHead, "_sloped", shifted)
     wrong = torch.autograd.grad(action_log_probs(hidden, weight, targets), (hidden, weight), upstream)

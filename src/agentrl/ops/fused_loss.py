@@ -244,7 +244,7 @@ def _loss_and_hidden_gradient(
 ) -> tuple[Tensor, Tensor, Gradients]:
     """Loss, log-probs and the gradient of a frozen head, in one pass over the tiles."""
     found, hidden_gradient = TiledHead(inputs, rows).statistics_with_hidden_slope()
-    logp = found.target - found.log_sum_exp()
+    logp = found.scores().log_prob
     loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
     upstream, _, unit = _in_units(upstream, None, inputs)
     scored = hidden_gradient[: len(logp)]
@@ -272,17 +272,16 @@ def _loss_and_gradients(
     found = head.statistics(entropy=entropy)
     if inputs.settings.group is not None:
         found.combine_(inputs.settings.group)
-    log_sum_exp = found.log_sum_exp()
-    logp = found.target - log_sum_exp
-    entropy_value = found.entropy() if entropy else None
+    scores = found.scores()
+    logp, entropy_value = scores.log_prob, scores.entropy
     wanted = any(needs)
     loss, logp_gradient, entropy_gradient = _differentiate(
         token_loss, logp, entropy_value, rows, wanted=wanted
     )
     logp_gradient, entropy_gradient, unit = _in_units(logp_gradient, entropy_gradient, inputs)
-    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy_value, found.target)
     if not wanted:
         return loss, logp, entropy_value, Gradients()
+    upstream = Upstream(logp_gradient, entropy_gradient, scores)
     kept = upstream.active_rows()
     if len(kept) < len(logp):
         upstream = upstream.select(kept)

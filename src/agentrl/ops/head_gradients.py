@@ -3,23 +3,28 @@
 # N tokens that take part, V vocabulary (of this rank), D width
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.ops.head_inputs import HeadInputs
+from agentrl.ops.logit_map import Scores, clamp_log_
 
 
-@dataclass(frozen=True, slots=True)
 class Upstream:
     """What backward needs of each token that takes part, all [N] in the wide dtype."""
 
-    logp: Tensor  # d loss / d log-prob
-    entropy: Tensor | None  # d loss / d entropy
-    log_sum_exp: Tensor
-    entropy_value: Tensor | None
-    target_logit: Tensor | None = None  # what a stash that rounds, even to zero, cannot give back
+    def __init__(self, logp: Tensor, entropy: Tensor | None, scores: Scores) -> None:
+        self.logp = logp  # d loss / d log-prob
+        self.entropy = entropy  # d loss / d entropy
+        self.scores = scores
+        # g (1 - p_y) - h p_y (log p_y + H), exact where p_y is near 1
+        self.at_target = -logp * torch.expm1(scores.log_prob)  # d loss / d logit of the target
+        if entropy is not None and scores.entropy is not None:
+            surprise = clamp_log_(scores.log_prob.clone()).add_(scores.entropy)
+            self.at_target -= entropy * scores.log_prob.exp() * surprise
 
     def active_rows(self) -> Tensor:
         """The tokens that carry a gradient, int64 and ascending."""
@@ -30,8 +35,10 @@ class Upstream:
 
     def select(self, rows: Tensor) -> "Upstream":
         """The same for the tokens `rows` alone."""
-        parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value, self.target_logit)
-        return Upstream(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
+        logp, entropy, *scores = (
+            None if part is None else part[rows] for part in (self.logp, self.entropy, *self.scores)
+        )
+        return Upstream(cast(Tensor, logp), entropy, Scores(*cast(Any, scores)))
 
 
 class Needs(NamedTuple):

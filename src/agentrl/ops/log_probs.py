@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, is_whole, read_head_inputs
+from agentrl.ops.logit_map import Scores
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import LogitPrecision
@@ -139,7 +140,8 @@ def action_log_probs(
     the upstream gradient. With entropy or `group` it costs three, of which backward skips idle tokens: a sum
     for d H / d hidden beside the first would be a third product too, and shards would hold theirs in float32.
 
-    Where rounding remains: log-sum-exp and gradients are summed in float32. For 16-bit inputs,
+    Where rounding remains: the target's logit is computed in float64, so that its rounding, most of a
+    log-prob's error, is gone; log-sum-exp and gradients are summed in float32. For 16-bit inputs,
     `logits="float32"` rounds no logit to 16 bits; `"input"` does, and is faster. On CPU, bfloat16 inputs need
     three times as long for a float32 logit while other Python threads run (`ops.tiles.logit_product`). The
     factors of both gradient products have 16 bits (a tile's dz is rounded, as autograd rounds it for full
@@ -218,15 +220,14 @@ class _HeadLogProbs(torch.autograd.Function):
             if ctx.hidden_slope_known:
                 found, slope = head.statistics_with_hidden_slope()
                 ctx.save_for_backward(slope, inputs.hidden)
-                return found.target - found.log_sum_exp(), None
+                return found.scores().log_prob, None
             found = head.statistics(entropy=entropy)
         if inputs.settings.group is not None:
             found.combine_(inputs.settings.group)
-        log_sum_exp = found.log_sum_exp()
-        entropy_value = found.entropy() if entropy else None
-        ctx.save_for_backward(*inputs[:5], log_sum_exp, entropy_value, found.target)
+        scores = found.scores()
+        ctx.save_for_backward(*inputs[:5], *scores)
         ctx.stash = stash
-        return found.target - log_sum_exp, entropy_value
+        return scores.log_prob, scores.entropy
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -255,12 +256,13 @@ def _hidden_gradient(ctx: Any, upstream: Tensor) -> Gradients:
 
 
 def _gradients(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> Gradients:
-    *tensors, log_sum_exp, entropy, target_logit = ctx.saved_tensors
+    saved = ctx.saved_tensors  # unpacked once, as a checkpoint demands
+    tensors, scores = saved[:5], Scores(*saved[5:])
     stash, ctx.stash = ctx.stash, None  # its memory goes out as the weight's gradient
     inputs = HeadInputs(*tensors, settings=ctx.settings)
     if logp_gradient is None:
-        logp_gradient = torch.zeros_like(log_sum_exp)
-    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy, target_logit)
+        logp_gradient = torch.zeros_like(scores.log_sum_exp)
+    upstream = Upstream(logp_gradient, entropy_gradient, scores)
     rows = upstream.active_rows()
     if len(rows) == len(logp_gradient):
         return reduce_and_cast(TiledHead(inputs, stash=stash).gradients(upstream, ctx.needs), inputs)

@@ -2,8 +2,6 @@
 
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -61,16 +59,49 @@ class TiledHead:
             logit_product(hidden, weight.T, self.precision, out=logits)
         return self.logit_map.apply_(logits, tile)
 
+    def _target_rows(self) -> tuple[Tensor, Tensor]:
+        """Each token's target as a row of this rank's weight [N], 0 where another has it, and whether not."""
+        rows = self.targets - self.vocab_start
+        here = (rows >= 0) & (rows < len(self.weight.source))
+        return rows.where(here, 0), here
+
+    def _target_logits(self) -> Tensor:
+        """The logit of each token's target [N], float64; 0 where another rank holds it."""
+        rows, here = self._target_rows()
+        return self._exact_logits(rows).where(here, 0.0)
+
+    def _exact_logits(self, ids: Tensor) -> Tensor:
+        """Each token's logit of one row of the weight [N], float64, by products in float64.
+
+        With `logits="input"` it is rounded as the others are.
+        """
+        precision, num_tokens = self.precision, len(self.targets)
+        raw = self.hidden.source.new_empty(num_tokens, dtype=precision.exact)
+        block = max(64, self.spare_bytes // (32 * self.weight.source.shape[1]))
+        for start in range(0, num_tokens, block):
+            tokens = slice(start, start + block)
+            hidden = self.hidden.source[tokens if self.rows is None else self.rows[tokens]]
+            weight = self.weight.source.index_select(0, ids[tokens])
+            raw[tokens] = (hidden.to(precision.exact) * weight.to(precision.exact)).sum(1)
+        if precision.narrow and precision.logits == "input":
+            raw = raw.to(precision.inputs).to(precision.exact)
+        return self.logit_map.at(raw, ids)
+
+    def _correct_(self, found: Statistics) -> None:
+        if found.top is not None:
+            rows, here = self._target_rows()
+            exact = self._exact_logits(found.top.clamp(min=0))
+            found.correct_(exact, rows.where(here, -1))
+
     def statistics(self, *, entropy: bool) -> Statistics:
         """One pass over the tiles, which the stash keeps as far as it reaches: one matrix product."""
-        found = Statistics.empty(
-            len(self.targets), self.precision, self.hidden.source.device, entropy=entropy
-        )
+        found = Statistics.start(self._target_logits(), self.precision, entropy=entropy)
         for tile in self.grid.walk(vocab_outermost=False):
             logits = self.logits(tile)
             exp, _ = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
             if self.stash is not None:
                 self.stash.keep(tile, exp, found.maximum)
+        self._correct_(found)
         return found
 
     def statistics_with_hidden_slope(self) -> tuple[Statistics, Tensor]:
@@ -80,7 +111,7 @@ class TiledHead:
         sum_v q_v at the end. The target stays out of the sum: (1 - p_y) W_y - sum_{v != y} p_v W_v loses
         nothing where p_y is close to 1, W_y - sum_v p_v W_v would.
         """
-        found = Statistics.empty(len(self.targets), self.precision, self.hidden.source.device, entropy=False)
+        found = Statistics.start(self._target_logits(), self.precision, entropy=False)
         slope = torch.empty_like(self.hidden.source, memory_format=torch.contiguous_format)
         held = slope
         if slope.dtype != self.precision.wide:
@@ -90,8 +121,6 @@ class TiledHead:
             logits = self.logits(tile)
             cap = self._cap_slope(logits, tile)
             _, rescale = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
-            column, here = target_columns(self.targets, tile, self.vocab_start)
-            logits.scatter_add_(1, column, -logits.gather(1, column).where(here, 0.0))
             if cap is not None:
                 logits.mul_(cap)
             if not tile.first_in_row:
@@ -101,19 +130,22 @@ class TiledHead:
             sums.add(tile.n0, tile.n1, self._operand(logits), weight, first=first, last=False)
             if tile.last_in_row:
                 self._finish_hidden_slope(sums, found, tile)
+        self._correct_(found)
         return found, slope
 
     def _finish_hidden_slope(self, sums: RowSum, found: Statistics, tile: Tile) -> None:
         tokens = slice(tile.n0, tile.n1)
-        total = found.sum_exp[tokens]
-        target_logit = found.target[tokens]
-        rest = -torch.expm1(target_logit - found.maximum[tokens] - total.log())
+        above = found.target[tokens] - found.maximum[tokens]
+        total = found.sum_exp[tokens] + above.exp()
+        rest = -torch.expm1(above - total.log())
         if self.logit_map.softcap is not None:
-            rest = rest * self.logit_map.cap_slope(target_logit[:, None], tile.n0).squeeze(1)
+            cap = self.logit_map.cap_slope(found.target[tokens, None], tile.n0)
+            rest = rest * cap.squeeze(1)
         slope = self.logit_map.token_slope(tile.n0, tile.n1)
         target_rows = self.weight.source.index_select(0, self.targets[tokens])
         rows = sums.rows(tile.n0, tile.n1)
-        rows.mul_((-slope / total)[:, None]).addcmul_(target_rows.to(rows.dtype), (rest * slope)[:, None])
+        rows.mul_((-slope / total).to(rows.dtype)[:, None])
+        rows.addcmul_(target_rows.to(rows.dtype), (rest * slope).to(rows.dtype)[:, None])
         sums.finish(tile.n0, tile.n1)
 
     def gradients(self, upstream: Upstream, needs: Needs) -> Gradients:
@@ -197,17 +229,16 @@ class TiledHead:
         kept = None
         if temperatures is not None:
             kept = self.buffers.take("kept", logits.shape, logits.dtype).copy_(logits)
-        target_gradient = upstream.logp[tokens, None]
-        gradient = logits.sub_(upstream.log_sum_exp[tokens, None])
-        if upstream.entropy is None or upstream.entropy_value is None:
-            gradient.exp_().mul_(-target_gradient)
+        logp_gradient = upstream.logp[tokens, None]
+        gradient = logits.sub_(upstream.scores.log_sum_exp[tokens, None])
+        if upstream.entropy is None or upstream.scores.entropy is None:
+            gradient.exp_().mul_(-logp_gradient)
         else:
             entropy_gradient = upstream.entropy[tokens, None]
-            constant = target_gradient + entropy_gradient * upstream.entropy_value[tokens, None]
+            constant = logp_gradient + entropy_gradient * upstream.scores.entropy[tokens, None]
             probability = torch.exp(gradient, out=self.buffers.take("exp", logits.shape, logits.dtype))
             clamp_log_(gradient).mul_(-entropy_gradient).sub_(constant).mul_(probability)
-        column, here = target_columns(self.targets, tile, self.vocab_start)
-        gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
+        self._put_at_target(gradient, tile, upstream.at_target)
         if kept is not None and temperatures is not None:
             # A logit of -inf has no gradient; 0 * inf would make it NaN.
             kept.mul_(gradient).masked_fill_(gradient == 0, 0.0)
@@ -216,22 +247,26 @@ class TiledHead:
 
     def _held_gradient(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
         """g * (1_y - p) with p = exp(z - maximum) * exp(maximum - lse): one pass over the tile."""
-        target_gradient = upstream.logp[tile.n0 : tile.n1, None]
-        factor = (maximum - upstream.log_sum_exp[tile.n0 : tile.n1, None]).exp_().mul_(-target_gradient)
+        tokens = slice(tile.n0, tile.n1)
+        factor = (
+            (maximum - upstream.scores.log_sum_exp[tokens, None]).exp_().mul_(-upstream.logp[tokens, None])
+        )
         gradient = torch.mul(exp, factor, out=self.buffers.take("logits", exp.shape, self.precision.wide))
-        column, here = target_columns(self.targets, tile, self.vocab_start)
-        return gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
+        return self._put_at_target(gradient, tile, upstream.at_target)
 
     def _held_logits(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
         """Logits from exp(z - maximum). Where that is 0, so is p and any finite logit will do, but for the
         target: its gradient does not vanish with its p, and the soft-cap's slope needs its logit.
         """
-        assert upstream.target_logit is not None
         logits = self.buffers.take("logits", exp.shape, self.precision.wide).copy_(exp)
         clamp_log_(logits.log_()).add_(maximum)
+        return self._put_at_target(logits, tile, upstream.scores.target_logit)
+
+    def _put_at_target(self, plane: Tensor, tile: Tile, values: Tensor) -> Tensor:
+        """Overwrite a tile [n, v] by the tokens' values [N] where their targets lie in it."""
         column, here = target_columns(self.targets, tile, self.vocab_start)
-        target_logit = upstream.target_logit[tile.n0 : tile.n1, None]
-        return logits.scatter_(1, column, target_logit.where(here, logits.gather(1, column)))
+        chosen = torch.where(here, values[tile.n0 : tile.n1, None], plane.gather(1, column))
+        return plane.scatter_(1, column, chosen)
 
     def _cap_slope(self, logits: Tensor, tile: Tile) -> Tensor | None:
         if self.logit_map.softcap is None:
@@ -266,4 +301,4 @@ class TiledHead:
             )
             unscale = torch.where(largest.isfinite() & (largest > 0), largest / 1024, 1.0)
             logp, entropy = logp / unscale, None if entropy is None else entropy / unscale
-        return replace(upstream, logp=logp, entropy=entropy), unscale
+        return Upstream(logp, entropy, upstream.scores), unscale

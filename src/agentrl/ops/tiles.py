@@ -48,6 +48,11 @@ class Precision:
         return torch.float64 if self.inputs == torch.float64 else torch.float32
 
     @property
+    def exact(self) -> torch.dtype:
+        """Where a token's single numbers are computed: float64, or float32 on a device that has none."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    @property
     def narrow(self) -> bool:
         """Whether the inputs have 16 bits, so that gradients are summed in float32 and cast once."""
         return self.inputs in (torch.bfloat16, torch.float16)
