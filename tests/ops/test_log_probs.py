@@ -138,6 +138,17 @@ def test_the_references_refuse_shapes_that_do_not_fit() -> None:
         chunked_log_probs(torch.zeros(2, 4), torch.zeros(3, 4), torch.tensor([0, 1]), 1.5)  # type: ignore[arg-type]
 
 
+def test_the_references_name_an_id_out_of_range() -> None:
+    ids = torch.tensor([[0, 2], [1, 4]])
+    with pytest.raises(
+        ValueError, match=r"ids\[1, 1\] is 4, outside the vocabulary of 4 rows \(1 of 4 are\)"
+    ):
+        selected_log_probs(torch.zeros(2, 2, 4), ids)
+    for score in (chunked_log_probs, checkpointed_log_probs):
+        with pytest.raises(ValueError, match=r"ids\[1, 1\] is 4, outside the vocabulary of 4 rows"):
+            score(torch.zeros(2, 2, 3), torch.zeros(4, 3), ids, chunk_size=1)
+
+
 def test_the_references_agree_bit_for_bit() -> None:
     hidden, weight, targets, _ = problem(12, 50, 8, torch.float32)
     rows, ids = hidden.view(3, 4, 8), targets.view(3, 4)

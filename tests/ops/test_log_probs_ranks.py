@@ -80,6 +80,8 @@ def _sharded_by_fsdp(rank: int, mesh_shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(gradient.full_tensor(), wanted, rtol=1e-11, atol=1e-12)
     with pytest.raises(ValueError, match="hidden must be this rank's own tensor, got a DTensor"):
         action_log_probs(model.weight, weight, torch.arange(sum(SIZES)))
+    with pytest.raises(ValueError, match=r"with group=, weight must be .* pass weight\.to_local\(\)"):
+        action_log_probs(hidden, model.weight, targets, group=dist.group.WORLD)
 
 
 def _start(rank: int, store: str) -> None:

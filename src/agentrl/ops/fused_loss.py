@@ -178,7 +178,8 @@ def _differentiate(
     positions = torch.arange(len(logp), device=logp.device) if rows is None else rows
     leaves = [part.detach().requires_grad_() for part in (logp, entropy) if part is not None]
     with torch.enable_grad():
-        losses = token_loss(leaves[0], None if entropy is None else leaves[1], positions)
+        given = [leaf.clone() for leaf in leaves]  # token_loss may work in place
+        losses = token_loss(given[0], None if entropy is None else given[1], positions)
         is_tensor = isinstance(losses, Tensor)
         if not is_tensor or losses.shape != logp.shape or not losses.is_floating_point():
             got = f"{losses.dtype} of shape {tuple(losses.shape)}" if is_tensor else type(losses).__name__

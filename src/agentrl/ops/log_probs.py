@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
-from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, is_whole, read_head_inputs
+from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, check_ids, is_whole, read_head_inputs
 from agentrl.ops.logit_map import Scores
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiled_head import TiledHead
@@ -33,7 +33,12 @@ def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
             f"wanted logits [..., V] and ids [...]; got {tuple(logits.shape)} and {tuple(ids.shape)}"
         )
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(wide, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+    log_probs = torch.log_softmax(wide, dim=-1)
+    try:
+        return log_probs.gather(-1, ids[..., None]).squeeze(-1)
+    except RuntimeError:  # gather names no position; on CUDA it ends the process instead
+        check_ids("ids", ids, logits.shape[-1])
+        raise
 
 
 def chunked_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int = 1024) -> Tensor:
@@ -77,6 +82,7 @@ def _in_chunks(score: Any, hidden: Tensor, weight: Tensor, ids: Tensor, chunk_si
             f"wanted hidden [..., D], weight [V, D] and ids [...]; got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)} and {tuple(ids.shape)}"
         )
+    check_ids("ids", ids, len(weight))
     flat, flat_ids = hidden.flatten(0, -2), ids.flatten()
     parts = [
         score(flat[start : start + chunk_size], weight, flat_ids[start : start + chunk_size])
