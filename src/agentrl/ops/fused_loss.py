@@ -126,7 +126,7 @@ class _FusedLoss(torch.autograd.Function):
         inputs = HeadInputs(*arguments)
         needs = Needs(*(grad_enabled and need for need in ctx.needs_input_grad[5:9]))
         with torch.autocast(inputs.hidden.device.type, enabled=False):
-            if needs.only_hidden() and not entropy and inputs.settings.group is None:
+            if needs.only_hidden() and not entropy:
                 loss, logp, gradients = _loss_and_hidden_gradient(inputs, token_loss, rows)
                 entropy_value = None
             else:

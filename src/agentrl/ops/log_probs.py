@@ -143,8 +143,8 @@ def action_log_probs(
     A second backward (retain_graph) recomputes too.
 
     A frozen weight costs two products: forward then also sums d log p / d hidden, which does not depend on
-    the upstream gradient. With entropy or `group` it costs three, of which backward skips idle tokens: a sum
-    for d H / d hidden beside the first would be a third product too, and shards would hold theirs in float32.
+    the upstream gradient. With entropy it costs three, of which backward skips idle tokens: a sum for
+    d H / d hidden beside the first would be a third product too.
 
     Where rounding remains: the target's logit is computed in float64, so that its rounding, most of a
     log-prob's error, is gone; log-sum-exp and gradients are summed in float32. For 16-bit inputs,
@@ -218,9 +218,7 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.settings = inputs.settings
         ctx.needs = Needs(*ctx.needs_input_grad[3:7])
-        ctx.hidden_slope_known = (
-            grad_enabled and ctx.needs.only_hidden() and not entropy and inputs.settings.group is None
-        )
+        ctx.hidden_slope_known = grad_enabled and ctx.needs.only_hidden() and not entropy
         head = TiledHead(inputs, stash=stash)
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             if ctx.hidden_slope_known:

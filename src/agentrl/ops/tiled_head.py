@@ -3,6 +3,7 @@
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.ops.gradient_sums import GradientSums, RowSum, spread_rows_
@@ -108,11 +109,15 @@ class TiledHead:
         """The statistics, and d log-prob / d hidden [N, D] in hidden's dtype, in the same pass: two products.
 
         With q = exp(z - running maximum), sum_v q_v W_v is rescaled as the maximum grows and divided by
-        sum_v q_v at the end. The target stays out of the sum: (1 - p_y) W_y - sum_{v != y} p_v W_v loses
+        sum_v q_v at the end, which shards of the vocabulary do in common, with their statistics. The target
+        stays out of the sum: (1 - p_y) W_y - sum_{v != y} p_v W_v loses
         nothing where p_y is close to 1, W_y - sum_v p_v W_v would.
         """
         found = Statistics.start(self._target_logits(), self.precision, entropy=False)
-        slope = torch.empty_like(self.hidden.source, memory_format=torch.contiguous_format)
+        hidden = self.hidden.source
+        # shards of the vocabulary add up their parts before anything is rounded
+        dtype = hidden.dtype if self.group is None else self.precision.wide
+        slope = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
         held = slope
         if slope.dtype != self.precision.wide:
             held = slope.new_empty(self.grid.tokens, slope.shape[1], dtype=self.precision.wide)
@@ -128,25 +133,32 @@ class TiledHead:
             weight = self.weight.tile(tile.v0, tile.v1, self.precision.gradient_operands)
             first = tile.first_in_row
             sums.add(tile.n0, tile.n1, self._operand(logits), weight, first=first, last=False)
-            if tile.last_in_row:
-                self._finish_hidden_slope(sums, found, tile)
+            if tile.last_in_row and self.group is None:
+                self._finish_hidden_slope(sums, found, tile.n0, tile.n1)
         self._correct_(found)
-        return found, slope
+        if self.group is not None:
+            num_tokens = len(self.targets)
+            slope[:num_tokens].mul_(found.combine_(self.group)[:, None])
+            for start in range(0, num_tokens, self.grid.tokens):
+                stop = min(start + self.grid.tokens, num_tokens)
+                self._finish_hidden_slope(sums, found, start, stop)
+            dist.all_reduce(slope[:num_tokens], group=self.group)
+        return found, slope.to(hidden.dtype)
 
-    def _finish_hidden_slope(self, sums: RowSum, found: Statistics, tile: Tile) -> None:
-        tokens = slice(tile.n0, tile.n1)
+    def _finish_hidden_slope(self, sums: RowSum, found: Statistics, start: int, stop: int) -> None:
+        tokens = slice(start, stop)
         above = found.target[tokens] - found.maximum[tokens]
         total = found.sum_exp[tokens] + above.exp()
         rest = -torch.expm1(above - total.log())
         if self.logit_map.softcap is not None:
-            cap = self.logit_map.cap_slope(found.target[tokens, None], tile.n0)
-            rest = rest * cap.squeeze(1)
-        slope = self.logit_map.token_slope(tile.n0, tile.n1)
-        target_rows = self.weight.source.index_select(0, self.targets[tokens])
-        rows = sums.rows(tile.n0, tile.n1)
+            rest = rest * self.logit_map.cap_slope(found.target[tokens, None], start).squeeze(1)
+        slope = self.logit_map.token_slope(start, stop)
+        ids, here = (part[tokens] for part in self._target_rows())
+        target_rows = self.weight.source.index_select(0, ids)
+        rows = sums.rows(start, stop)
         rows.mul_((-slope / total).to(rows.dtype)[:, None])
-        rows.addcmul_(target_rows.to(rows.dtype), (rest * slope).to(rows.dtype)[:, None])
-        sums.finish(tile.n0, tile.n1)
+        rows.addcmul_(target_rows.to(rows.dtype), (rest * slope).where(here, 0.0).to(rows.dtype)[:, None])
+        sums.finish(start, stop)
 
     def gradients(self, upstream: Upstream, needs: Needs) -> Gradients:
         """Recompute the tiles that the stash does not hold, and sum the gradients of all.
