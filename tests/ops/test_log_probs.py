@@ -349,7 +349,7 @@ def test_a_log_sum_exp_of_the_wrong_tile_is_caught(monkeypatch: pytest.MonkeyPat
 
     def shifted(self: Any, upstream: Any) -> Any:
         right, unscale = sloped(self, upstream)
-        scores = right.scores._replace(log_sum_exp=right.scores.log_sum_exp.roll(1))
+        scores = right.scores._replace(log_total=right.scores.log_total.roll(1))
         return Upstream(right.logp, None, scores), unscale
 
     monkeypatch.setattr(tiled_head.TiledHead, "_sloped", shifted)

@@ -55,7 +55,8 @@ def fused_policy_loss(
 
     `action_log_probs` computes the logits twice because the upstream gradient is not known in forward. Here
     it is, so the first D tokens' exponentials wait for it in the memory that the weight's gradient is about
-    to fill, in 16 bits too; for these tokens, three matrix products replace four, at the same peak memory.
+    to fill, in 16 bits too, but not with a soft-cap, whose slope they would blur; for these tokens, three
+    matrix products replace four, at the same peak memory.
     `stash_bytes` on top hold those of tokens after them, if at least 64 (N * V * 4 bytes hold all, in
     float32); tokens beyond are recomputed, and tokens without gradient cost nothing more. The gradient of a
     frozen head takes two products, and three with entropy.
@@ -265,9 +266,10 @@ def _loss_and_gradients(
     stash_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
     num_tokens = len(inputs.targets) if rows is None else len(rows)
-    # More tokens than vocabulary: 16-bit gradients are summed with tokens outermost, which a stash precludes
-    tokens_outermost = inputs.settings.precision.narrow and num_tokens > len(inputs.weight)
-    wanted = needs.weight and num_tokens > 0 and not tokens_outermost
+    # More tokens than vocabulary: 16-bit gradients are summed with tokens outermost, which a stash precludes.
+    # A soft-cap's slope, small where it saturates, would be lost in exponentials of 16 bits.
+    precluded = num_tokens > len(inputs.weight) or inputs.settings.softcap is not None
+    wanted = needs.weight and num_tokens > 0 and not (inputs.settings.precision.narrow and precluded)
     stash = Stash.reserve(inputs, num_tokens, stash_bytes) if wanted else None
     head = TiledHead(inputs, rows, stash)
     found = head.statistics(entropy=entropy)

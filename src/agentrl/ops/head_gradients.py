@@ -23,8 +23,12 @@ class Upstream:
         # g (1 - p_y) - h p_y (log p_y + H), exact where p_y is near 1
         self.at_target = -logp * torch.expm1(scores.log_prob)  # d loss / d logit of the target
         if entropy is not None and scores.entropy is not None:
-            surprise = clamp_log_(scores.log_prob.clone()).add_(scores.entropy)
-            self.at_target -= entropy * scores.log_prob.exp() * surprise
+            self.at_target -= entropy * _surprise(scores.log_prob, scores.entropy)
+        self.at_top = None  # the same of the likeliest other id, where its logit is known without rounding
+        if scores.top_log_prob is not None:
+            self.at_top = -logp * scores.top_log_prob.exp()
+            if entropy is not None and scores.entropy is not None:
+                self.at_top -= entropy * _surprise(scores.top_log_prob, scores.entropy)
 
     def active_rows(self) -> Tensor:
         """The tokens that carry a gradient, int64 and ascending."""
@@ -39,6 +43,11 @@ class Upstream:
             None if part is None else part[rows] for part in (self.logp, self.entropy, *self.scores)
         )
         return Upstream(cast(Tensor, logp), entropy, Scores(*cast(Any, scores)))
+
+
+def _surprise(log_prob: Tensor, entropy: Tensor) -> Tensor:
+    """p * (log p + H), by which the entropy falls as the logit grows."""
+    return log_prob.exp() * clamp_log_(log_prob.clone()).add_(entropy)
 
 
 class Needs(NamedTuple):

@@ -231,7 +231,8 @@ class _HeadLogProbs(torch.autograd.Function):
         scores = found.scores()
         ctx.save_for_backward(*inputs[:5], *scores)
         ctx.stash = stash
-        return scores.log_prob, scores.entropy
+        # copies, which the caller may overwrite
+        return scores.log_prob.clone(), None if scores.entropy is None else scores.entropy.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
@@ -243,29 +244,34 @@ class _HeadLogProbs(torch.autograd.Function):
                 "action_log_probs takes one upstream gradient at a time: call torch.autograd.grad for each, "
                 "without is_grads_batched= or vectorize="
             )
+        saved = ctx.saved_tensors  # unpacked once, as a checkpoint demands
         with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
-            found = _hidden_gradient(ctx, given[0]) if ctx.hidden_slope_known else _gradients(ctx, *upstream)
+            found = (
+                _hidden_gradient(saved[0], given[0])
+                if ctx.hidden_slope_known
+                else _gradients(ctx, saved, *upstream)
+            )
         parts = (found.hidden, found.weight, found.bias, found.temperatures)
         if torch.is_grad_enabled():
-            sources = [t for t in (*upstream, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            sources = [t for t in (*upstream, *saved) if t is not None and t.requires_grad]
             parts = tuple(None if part is None else _Once.apply(part, *sources) for part in parts)
         return None, None, None, *parts, None, None
 
 
-def _hidden_gradient(ctx: Any, upstream: Tensor) -> Gradients:
-    slope, _ = ctx.saved_tensors
+def _hidden_gradient(slope: Tensor, upstream: Tensor) -> Gradients:
     gradient = torch.mul(slope, upstream[:, None], out=torch.empty_like(slope))
     # a NaN in a token without upstream gradient stays where it is
     return Gradients(hidden=gradient.masked_fill_((upstream == 0)[:, None], 0.0))
 
 
-def _gradients(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> Gradients:
-    saved = ctx.saved_tensors  # unpacked once, as a checkpoint demands
+def _gradients(
+    ctx: Any, saved: tuple[Any, ...], logp_gradient: Tensor | None, entropy_gradient: Tensor | None
+) -> Gradients:
     tensors, scores = saved[:5], Scores(*saved[5:])
     stash, ctx.stash = ctx.stash, None  # its memory goes out as the weight's gradient
     inputs = HeadInputs(*tensors, settings=ctx.settings)
     if logp_gradient is None:
-        logp_gradient = torch.zeros_like(scores.log_sum_exp)
+        logp_gradient = torch.zeros_like(scores.log_prob)
     upstream = Upstream(logp_gradient, entropy_gradient, scores)
     rows = upstream.active_rows()
     if len(rows) == len(logp_gradient):

@@ -35,15 +35,20 @@ class LogitMap:
         temperatures = None if self.temperatures is None else self.temperatures[rows]
         return LogitMap(self.bias, self.scale, self.softcap, self.temperature, temperatures)
 
-    def apply_(self, raw: Tensor, tile: Tile) -> Tensor:
-        """Turn a tile's raw products [n, v] into logits."""
+    def squash_(self, raw: Tensor, tile: Tile) -> Tensor:
+        """Turn a tile's raw products [n, v] into the soft-cap's tanh, where there is one."""
         if self.bias is not None:
             raw.add_(self.bias[tile.v0 : tile.v1])
-        if self.softcap is not None:
-            raw.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
-        elif self.slope != 1.0:
-            raw.mul_(self.slope)
-        return raw if self.temperatures is None else raw.div_(self.temperatures[tile.n0 : tile.n1, None])
+        return raw if self.softcap is None else raw.mul_(self.scale / self.softcap).tanh_()
+
+    def stretch_(self, squashed: Tensor, tile: Tile) -> Tensor:
+        """Turn what `squash_` made of a tile [n, v] into logits."""
+        factor = self.slope if self.softcap is None else self.softcap / self.temperature
+        if factor != 1.0:
+            squashed.mul_(factor)
+        if self.temperatures is not None:
+            squashed.div_(self.temperatures[tile.n0 : tile.n1, None])
+        return squashed
 
     def at(self, raw: Tensor, ids: Tensor) -> Tensor:
         """The logits [N] of one id a token from its raw product [N], in the raw product's dtype."""
@@ -59,22 +64,21 @@ class LogitMap:
         """dz / d(raw product) of tokens [start, stop), but for the soft-cap: a number, or [n]."""
         return self.slope if self.temperatures is None else self.slope / self.temperatures[start:stop]
 
-    def cap_slope(self, logits: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        """The soft-cap's derivative 1 - tanh^2 [n, k] at logits [n, k] of the tokens from `start` on."""
+    def cap_slope(self, logits: Tensor, start: int) -> Tensor:
+        """The soft-cap's derivative 1 - tanh^2 [n] at float64 logits [n] of the tokens from `start` on."""
         assert self.softcap is not None
-        factor: Tensor | float = self.temperature / self.softcap
+        tanh = logits * (self.temperature / self.softcap)
         if self.temperatures is not None:
-            factor = factor * self.temperatures[start : start + logits.shape[0], None]
-        tanh = torch.mul(logits, factor, out=out)
-        return tanh.square_().neg_().add_(1.0)
+            tanh = tanh * self.temperatures[start : start + len(logits)]
+        return 1.0 - tanh.square()
 
 
-def target_columns(targets: Tensor, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
-    """Each token's target as a column [n, 1] of the tile, 0 where it lies elsewhere, and whether it is here.
+def id_columns(ids: Tensor, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
+    """Each token's id [N] as a column [n, 1] of the tile, 0 where it lies elsewhere, and whether it is here.
 
     No shape depends on the data, so a GPU never waits.
     """
-    column = targets[tile.n0 : tile.n1, None] - (vocab_start + tile.v0)
+    column = ids[tile.n0 : tile.n1, None] - (vocab_start + tile.v0)
     here = (column >= 0) & (column < tile.v1 - tile.v0)
     return column.where(here, 0), here
 
@@ -85,7 +89,7 @@ class Statistics:
 
     That comes from a product in float64, and the sums leave the target out until the end: its own rounding
     would otherwise be the largest error of a log-prob. Next is that of the likeliest other token, which is
-    noted, so that `correct_` can replace its term.
+    noted, so that `correct` can replace its term, and backward its probability.
     """
 
     target: Tensor  # the target's logit, float64; 0 where another rank holds it
@@ -93,6 +97,9 @@ class Statistics:
     sum_exp: Tensor  # sum over v other than the target of exp(z_v - maximum)
     weighted: Tensor | None  # sum over the same v of exp(z_v - maximum) * (z_v - maximum), for the entropy
     top: Tensor | None  # int64: this rank's row of the largest logit; -1 before any; None where not noted
+    top_logit: Tensor | None = None  # float64: the exact logit of that row, once known
+    error: Tensor | None = None  # float64: the exact term of that row, less the one in the sum
+    weighted_error: Tensor | None = None  # float64: the same for `weighted`
 
     @staticmethod
     def start(target: Tensor, precision: Precision, *, entropy: bool) -> "Statistics":
@@ -131,7 +138,7 @@ class Statistics:
         else:
             clamp_log_(logits)
             exp = torch.exp(logits, out=buffers.take("exp", logits.shape, logits.dtype))
-        column, here = target_columns(targets, tile, vocab_start)
+        column, here = id_columns(targets, tile, vocab_start)
         exp.scatter_(1, column, exp.gather(1, column).masked_fill_(here, 0.0))
         if self.weighted is not None:
             weighted = self.weighted[tokens]
@@ -140,14 +147,15 @@ class Statistics:
         old.copy_(new)
         return exp, rescale
 
-    def correct_(self, exact_top: Tensor, target_rows: Tensor) -> None:
-        """Replace the largest term of the sums, where it is not the target's, given its exact logit [N]."""
+    def correct(self, exact_top: Tensor, target_rows: Tensor) -> None:
+        """Take in the exact logit [N] of the largest term, where it is not the target's."""
         assert self.top is not None
         above = exact_top - self.maximum  # the rounding of that logit, which stands in the sums as exp(0)
         other = (self.top >= 0) & (self.top != target_rows)
-        self.sum_exp.add_(torch.expm1(above).where(other, 0.0))
+        self.top, self.top_logit = self.top.where(other, -1), exact_top
+        self.error = torch.expm1(above).where(other, 0.0)
         if self.weighted is not None:
-            self.weighted.add_((above * above.exp()).where(other, 0.0))
+            self.weighted_error = (above * above.exp()).where(other, 0.0)
 
     def combine_(self, group: dist.ProcessGroup) -> Tensor:
         """Add up the statistics of ranks that each saw their own shard of the vocabulary.
@@ -159,10 +167,13 @@ class Statistics:
         shift.sub_(self.maximum)
         rescale = shift.exp()
         if self.weighted is not None:
-            self.weighted.add_(self.sum_exp * shift.clamp_(min=-_LOG_ZERO)).mul_(rescale)
-            dist.all_reduce(self.weighted, group=group)
-        self.sum_exp.mul_(rescale)
-        dist.all_reduce(self.sum_exp, group=group)
+            shift.clamp_(min=-_LOG_ZERO)
+            self.weighted.add_(self.sum_exp * shift)
+            if self.error is not None and self.weighted_error is not None:
+                self.weighted_error.add_(self.error * shift)
+        for part in (self.sum_exp, self.weighted, self.error, self.weighted_error):
+            if part is not None:
+                dist.all_reduce(part.mul_(rescale), group=group)
         dist.all_reduce(self.target, group=group)
         return rescale
 
@@ -171,25 +182,40 @@ class Statistics:
         above = self.target - self.maximum
         target_exp = above.exp()
         total = self.sum_exp + target_exp
-        log_total, entropy, wide = total.log(), None, self.maximum.dtype
+        exact = total if self.error is None else total + self.error
+        log_exact, wide = exact.log(), self.maximum.dtype
+        entropy = top_log_prob = None
+        if self.top_logit is not None:
+            top_log_prob = (self.top_logit - self.maximum - log_exact).clamp_(max=0.0).to(wide)
         if self.weighted is not None:
-            expected = (self.weighted + target_exp * clamp_log_(above.clone())) / total
-            entropy = (log_total - expected).to(wide)
+            expected = self.weighted + target_exp * clamp_log_(above.clone())
+            expected = expected if self.weighted_error is None else expected + self.weighted_error
+            entropy = (log_exact - expected / exact).clamp_(min=0.0).to(wide)
         return Scores(
-            log_prob=(above - log_total).to(wide),
+            log_prob=(above - log_exact).clamp_(max=0.0).to(wide),
             entropy=entropy,
-            log_sum_exp=(self.maximum + log_total).to(wide),
+            maximum=self.maximum,
+            log_total=log_exact.to(wide),
             target_logit=self.target.to(wide),
+            top=self.top,
+            top_log_prob=top_log_prob,
         )
 
 
 class Scores(NamedTuple):
-    """A token's scores, all [N] in the wide dtype, rounded once."""
+    """A token's scores, all [N] in the wide dtype but for `top`, rounded once."""
 
     log_prob: Tensor
     entropy: Tensor | None
-    log_sum_exp: Tensor
+    maximum: Tensor  # the largest logit, as rounded in its tile
+    log_total: Tensor  # log-sum-exp less the maximum: their sum would be rounded
     target_logit: Tensor
+    top: Tensor | None  # this rank's likeliest row but the target, -1 for none, where noted
+    top_log_prob: Tensor | None
+
+
+# Logits copied at a time to find the largest of scattered tokens.
+_COPIED_BYTES = 1 << 19
 
 
 def _note_top_(top: Tensor, logits: Tensor, grew: Tensor, first_row: int) -> None:
@@ -202,9 +228,12 @@ def _note_top_(top: Tensor, logits: Tensor, grew: Tensor, first_row: int) -> Non
         top.copy_(torch.where(grew, logits.argmax(1) + first_row, top))
         return
     tokens = grew.nonzero().squeeze(1)
-    chosen = logits if len(tokens) == len(top) else logits[tokens]
-    if len(tokens):
-        top[tokens] = chosen.argmax(1) + first_row
+    if len(tokens) == len(top):
+        top.copy_(logits.argmax(1)).add_(first_row)
+        return
+    block = max(1, _COPIED_BYTES // (logits.shape[1] * logits.element_size()))
+    for some in tokens.split(block):
+        top[some] = logits[some].argmax(1) + first_row
 
 
 # exp(-800) is 0 in float64, and so in float32: below it a log-prob may be cut without a trace in p or p *

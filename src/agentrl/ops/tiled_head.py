@@ -9,7 +9,7 @@ from torch import Tensor
 from agentrl.ops.gradient_sums import GradientSums, RowSum, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
-from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, target_columns
+from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, id_columns
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiles import Buffers, Factor, Grid, Tile, logit_product
 
@@ -49,6 +49,10 @@ class TiledHead:
 
     def logits(self, tile: Tile) -> Tensor:
         """A tile's logits [n, v] in the wide dtype; the next tile overwrites them."""
+        return self.logit_map.stretch_(self._squashed(tile), tile)
+
+    def _squashed(self, tile: Tile) -> Tensor:
+        """What a tile's logits are stretched from."""
         operands = self.precision.logit_operands
         hidden = self.hidden.tile(tile.n0, tile.n1, operands)
         weight = self.weight.tile(tile.v0, tile.v1, operands)
@@ -58,7 +62,7 @@ class TiledHead:
             logits.copy_(torch.mm(hidden, weight.T, out=rounded))
         else:
             logit_product(hidden, weight.T, self.precision, out=logits)
-        return self.logit_map.apply_(logits, tile)
+        return self.logit_map.squash_(logits, tile)
 
     def _target_rows(self) -> tuple[Tensor, Tensor]:
         """Each token's target as a row of this rank's weight [N], 0 where another has it, and whether not."""
@@ -88,21 +92,28 @@ class TiledHead:
             raw = raw.to(precision.inputs).to(precision.exact)
         return self.logit_map.at(raw, ids)
 
-    def _correct_(self, found: Statistics) -> None:
+    def _correct(self, found: Statistics) -> None:
         if found.top is not None:
             rows, here = self._target_rows()
             exact = self._exact_logits(found.top.clamp(min=0))
-            found.correct_(exact, rows.where(here, -1))
+            found.correct(exact, rows.where(here, -1))
 
     def statistics(self, *, entropy: bool) -> Statistics:
-        """One pass over the tiles, which the stash keeps as far as it reaches: one matrix product."""
+        """One pass over the tiles, which the stash keeps as far as it reaches: one matrix product.
+
+        With a soft-cap, it keeps tanh instead: a slope 1 - tanh^2 is lost in the rounding of a logit.
+        """
+        capped = self.logit_map.softcap is not None
         found = Statistics.start(self._target_logits(), self.precision, entropy=entropy)
         for tile in self.grid.walk(vocab_outermost=False):
-            logits = self.logits(tile)
+            squashed = self._squashed(tile)
+            if self.stash is not None and capped:
+                self.stash.keep(tile, squashed, found.maximum)
+            logits = self.logit_map.stretch_(squashed, tile)
             exp, _ = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
-            if self.stash is not None:
+            if self.stash is not None and not capped:
                 self.stash.keep(tile, exp, found.maximum)
-        self._correct_(found)
+        self._correct(found)
         return found
 
     def statistics_with_hidden_slope(self) -> tuple[Statistics, Tensor]:
@@ -123,8 +134,9 @@ class TiledHead:
             held = slope.new_empty(self.grid.tokens, slope.shape[1], dtype=self.precision.wide)
         sums = RowSum(slope, [held], self.precision, self.buffers)
         for tile in self.grid.walk(vocab_outermost=False):
-            logits = self.logits(tile)
-            cap = self._cap_slope(logits, tile)
+            squashed = self._squashed(tile)
+            cap = self._cap_slope(squashed)
+            logits = self.logit_map.stretch_(squashed, tile)
             _, rescale = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
             if cap is not None:
                 logits.mul_(cap)
@@ -135,7 +147,7 @@ class TiledHead:
             sums.add(tile.n0, tile.n1, self._operand(logits), weight, first=first, last=False)
             if tile.last_in_row and self.group is None:
                 self._finish_hidden_slope(sums, found, tile.n0, tile.n1)
-        self._correct_(found)
+        self._correct(found)
         if self.group is not None:
             num_tokens = len(self.targets)
             slope[:num_tokens].mul_(found.combine_(self.group)[:, None])
@@ -151,7 +163,7 @@ class TiledHead:
         total = found.sum_exp[tokens] + above.exp()
         rest = -torch.expm1(above - total.log())
         if self.logit_map.softcap is not None:
-            rest = rest * self.logit_map.cap_slope(found.target[tokens, None], start).squeeze(1)
+            rest = rest * self.logit_map.cap_slope(found.target[tokens], start)
         slope = self.logit_map.token_slope(start, stop)
         ids, here = (part[tokens] for part in self._target_rows())
         target_rows = self.weight.source.index_select(0, ids)
@@ -232,25 +244,37 @@ class TiledHead:
         dz = g * 1_y - p * (g + h * (log p + H)) with g, h the upstream gradients of log-prob and entropy.
         """
         held = None if stash is None else stash.held(tile, self.buffers)
-        plain = upstream.entropy is None and temperatures is None and self.logit_map.softcap is None
-        if held is not None and plain:
+        capped = self.logit_map.softcap is not None
+        if held is not None and upstream.entropy is None and temperatures is None and not capped:
             return self._held_gradient(tile, upstream, *held)
-        logits = self.logits(tile) if held is None else self._held_logits(tile, upstream, *held)
+        cap = None
+        if held is not None and not capped:
+            logits = self._held_logits(tile, upstream, *held)
+        else:
+            squashed = self._squashed(tile) if held is None else self._copied(held[0])
+            cap = self._cap_slope(squashed)
+            logits = self.logit_map.stretch_(squashed, tile)
         tokens = slice(tile.n0, tile.n1)
-        cap = self._cap_slope(logits, tile)
+        # p = exp(z - maximum) / total: less the rounded log-sum-exp, a likely logit would lose its distance
+        scores = upstream.scores
+        gradient = logits.sub_(scores.maximum[tokens, None])
         kept = None
         if temperatures is not None:
-            kept = self.buffers.take("kept", logits.shape, logits.dtype).copy_(logits)
+            # The tile's gradients add up to zero over the vocabulary, so any multiple of 1 may be left out.
+            kept = self.buffers.take("kept", logits.shape, logits.dtype).copy_(gradient)
+            above = scores.target_logit - scores.maximum
+            self._put(kept, tile, self.targets, self.vocab_start, above)
         logp_gradient = upstream.logp[tokens, None]
-        gradient = logits.sub_(upstream.scores.log_sum_exp[tokens, None])
-        if upstream.entropy is None or upstream.scores.entropy is None:
-            gradient.exp_().mul_(-logp_gradient)
+        log_total = scores.log_total[tokens, None]
+        share = log_total.neg().exp_()
+        if upstream.entropy is None or scores.entropy is None:
+            gradient.exp_().mul_(-logp_gradient * share)
         else:
             entropy_gradient = upstream.entropy[tokens, None]
-            constant = logp_gradient + entropy_gradient * upstream.scores.entropy[tokens, None]
-            probability = torch.exp(gradient, out=self.buffers.take("exp", logits.shape, logits.dtype))
-            clamp_log_(gradient).mul_(-entropy_gradient).sub_(constant).mul_(probability)
-        self._put_at_target(gradient, tile, upstream.at_target)
+            constant = logp_gradient + entropy_gradient * (scores.entropy[tokens, None] - log_total)
+            exp = torch.exp(gradient, out=self.buffers.take("exp", logits.shape, logits.dtype))
+            clamp_log_(gradient).mul_(-entropy_gradient * share).sub_(constant * share).mul_(exp)
+        self._put_exact(gradient, tile, upstream)
         if kept is not None and temperatures is not None:
             # A logit of -inf has no gradient; 0 * inf would make it NaN.
             kept.mul_(gradient).masked_fill_(gradient == 0, 0.0)
@@ -258,34 +282,44 @@ class TiledHead:
         return gradient if cap is None else gradient.mul_(cap)
 
     def _held_gradient(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
-        """g * (1_y - p) with p = exp(z - maximum) * exp(maximum - lse): one pass over the tile."""
+        """g * (1_y - p) with p = exp(z - m) * exp(m - maximum) / total: one pass over the tile."""
         tokens = slice(tile.n0, tile.n1)
-        factor = (
-            (maximum - upstream.scores.log_sum_exp[tokens, None]).exp_().mul_(-upstream.logp[tokens, None])
-        )
+        log_share = maximum - upstream.scores.maximum[tokens, None]
+        log_share.sub_(upstream.scores.log_total[tokens, None])
+        factor = log_share.exp_().mul_(-upstream.logp[tokens, None])
         gradient = torch.mul(exp, factor, out=self.buffers.take("logits", exp.shape, self.precision.wide))
-        return self._put_at_target(gradient, tile, upstream.at_target)
+        return self._put_exact(gradient, tile, upstream)
 
     def _held_logits(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
         """Logits from exp(z - maximum). Where that is 0, so is p and any finite logit will do, but for the
-        target: its gradient does not vanish with its p, and the soft-cap's slope needs its logit.
+        target: its gradient does not vanish with its p.
         """
-        logits = self.buffers.take("logits", exp.shape, self.precision.wide).copy_(exp)
+        logits = self._copied(exp)
         clamp_log_(logits.log_()).add_(maximum)
-        return self._put_at_target(logits, tile, upstream.scores.target_logit)
+        return self._put(logits, tile, self.targets, self.vocab_start, upstream.scores.target_logit)
 
-    def _put_at_target(self, plane: Tensor, tile: Tile, values: Tensor) -> Tensor:
-        """Overwrite a tile [n, v] by the tokens' values [N] where their targets lie in it."""
-        column, here = target_columns(self.targets, tile, self.vocab_start)
+    def _copied(self, held: Tensor) -> Tensor:
+        return self.buffers.take("logits", held.shape, self.precision.wide).copy_(held)
+
+    def _put_exact(self, gradient: Tensor, tile: Tile, upstream: Upstream) -> Tensor:
+        """Overwrite a tile's d loss / d logit [n, v] where logits are known without rounding."""
+        if upstream.scores.top is not None and upstream.at_top is not None:
+            self._put(gradient, tile, upstream.scores.top, 0, upstream.at_top)
+        return self._put(gradient, tile, self.targets, self.vocab_start, upstream.at_target)
+
+    @staticmethod
+    def _put(plane: Tensor, tile: Tile, ids: Tensor, first_id: int, values: Tensor) -> Tensor:
+        """Overwrite a tile [n, v] by the tokens' values [N] where their ids [N] lie in it."""
+        column, here = id_columns(ids, tile, first_id)
         chosen = torch.where(here, values[tile.n0 : tile.n1, None], plane.gather(1, column))
         return plane.scatter_(1, column, chosen)
 
-    def _cap_slope(self, logits: Tensor, tile: Tile) -> Tensor | None:
+    def _cap_slope(self, squashed: Tensor) -> Tensor | None:
+        """The soft-cap's derivative in a tile [n, v], where there is one."""
         if self.logit_map.softcap is None:
             return None
-        return self.logit_map.cap_slope(
-            logits, tile.n0, out=self.buffers.take("cap", logits.shape, logits.dtype)
-        )
+        cap = self.buffers.take("cap", squashed.shape, squashed.dtype)
+        return torch.mul(squashed, squashed, out=cap).neg_().add_(1.0)
 
     def _operand(self, gradient: Tensor) -> Tensor:
         """A tile of gradients as a factor of the gradient products."""
