@@ -341,6 +341,28 @@ def test_wrong_input_is_named(change: dict[str, Any], message: str) -> None:
         action_log_probs(**given)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_create_graph_inside_a_checkpoint(frozen: bool) -> None:
+    """The first derivative is there, and the second is refused in the head's own words."""
+    hidden, weight, targets, upstream = problem(5, 9, 4)
+    weight.requires_grad_(not frozen)
+    scores = checkpoint(lambda h: action_log_probs(h, weight, targets), hidden, use_reentrant=False)
+    (found,) = torch.autograd.grad(scores, hidden, upstream, create_graph=True)
+    agree(found, torch.autograd.grad(full(hidden, weight, targets)[0], hidden, upstream)[0])
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        found.sum().backward()
+
+
+def test_what_comes_out_may_be_overwritten() -> None:
+    hidden, weight, targets, upstream = problem(5, 9, 4)
+    ours = action_log_probs(hidden, weight, targets, return_entropy=True)
+    plain = full(hidden, weight, targets)
+    found, wanted = (
+        torch.autograd.grad(p.exp_() + h.mul_(2.0), (hidden, weight), upstream) for p, h in (ours, plain)
+    )
+    agree(found, wanted)
+
+
 def test_a_log_sum_exp_of_the_wrong_tile_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: backward reads the next token's log-sum-exp."""
     hidden, weight, targets, upstream = problem(8, 30, 4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.ops.fused_loss import fused_policy_loss
 from agentrl.ops.log_probs import action_log_probs, selected_log_probs
 from agentrl.ops.tiles import Precision, logit_product
 
@@ -124,6 +125,84 @@ def test_a_confident_token_keeps_its_digits(softcap: float | None, recompute: bo
     assert bool(((exact > -1e-3) & (exact < -1e-9)).all())
     torch.testing.assert_close(ours.detach().double(), exact, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(found[:6].double(), wanted[:6], rtol=2e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("num_active", [1, 17])
+@pytest.mark.parametrize("trained", ["both", "hidden", "temperature"])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_at_logits_of_thousands(
+    recompute: bool, with_entropy: bool, trained: str, num_active: int
+) -> None:
+    """A float32 log-sum-exp is rounded by 1e-4 there, one likely id's distance to it is not."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(17, 2, generator=generator) * 3000
+    weight = torch.randn(7, 2, generator=generator)
+    targets = torch.randint(7, (17,), generator=generator)
+    temperature = torch.rand(17, generator=generator) + 0.5
+    upstream = torch.randn(2, 17, generator=generator) * (torch.arange(17) < num_active)
+
+    def differentiate(dtype: torch.dtype, ours: bool) -> tuple[Tensor, ...]:
+        h, w, t = (part.to(dtype, copy=True) for part in (hidden, weight, temperature))
+        leaves = {"both": [h, w], "hidden": [h], "temperature": [h, w, t]}[trained]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        if ours:
+            keywords: Any = {"recompute": recompute, "tile_bytes": 70}
+            scores = action_log_probs(h, w, targets, temperature=t, return_entropy=with_entropy, **keywords)
+            scores = scores if with_entropy else (scores,)
+        else:
+            every = torch.log_softmax(h @ w.T / t[:, None], -1)
+            entropy = -(every.exp() * every).sum(1)
+            scores = (every.gather(1, targets[:, None]).squeeze(1), entropy)[: 1 + with_entropy]
+        return torch.autograd.grad(scores, leaves, tuple(upstream.to(dtype)[: 1 + with_entropy]))
+
+    exact = differentiate(torch.float64, False)
+    found, plain = differentiate(torch.float32, True), differentiate(torch.float32, False)
+    for wanted, one, other in zip(exact, found, plain, strict=True):
+        error, plain_error = ((part - wanted).abs().max() for part in (one, other))
+        assert error <= 2 * plain_error + 4e-7 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("way", ["kept", "recomputed", "frozen", "fused"])
+def test_the_slope_of_a_saturated_soft_cap(way: str, dtype: torch.dtype) -> None:
+    """1 - tanh^2 of a logit near the cap: 1e-3 at the likeliest ids, 20 roundings of it at most are lost."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 8, generator=generator)
+    weight = (torch.randn(33, 8, generator=generator) * 0.1 + hidden.mean(0)).to(dtype)
+    hidden = (hidden * 0.1 + hidden.mean(0) * 5 / hidden.mean(0).square().sum()).to(dtype)
+    targets = torch.randint(33, (8,), generator=generator)
+    leaf, head = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    z = leaf @ head.T
+    assert float(z.detach().min()) > 4  # slopes of 1e-3 and less
+    exact = torch.log_softmax(1.3 * torch.tanh(z), -1).gather(1, targets[:, None])
+    wanted = torch.autograd.grad(exact.sum(), (leaf, head))
+    hidden.requires_grad_()
+    weight.requires_grad_(way != "frozen")
+    arguments: Any = {"softcap": 1.3, "scale": 1.3, "tile_bytes": 500}
+    if way == "fused":
+        loss = fused_policy_loss(hidden, weight, targets, lambda p, *_: p, **arguments).loss
+    else:
+        loss = action_log_probs(hidden, weight, targets, recompute=way == "recomputed", **arguments).sum()
+    leaves = [hidden] if way == "frozen" else [hidden, weight]
+    for found, right in zip(torch.autograd.grad(loss, leaves), wanted, strict=False):
+        limit = 5e-3 if dtype == torch.float16 else 1e-3
+        assert float((found.double() - right).abs().max()) <= limit * float(right.abs().max())
+
+
+def test_a_log_prob_is_at_most_zero_and_an_entropy_at_least() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for num_vocab in (1, 2, 7):
+            hidden = (torch.randn(200, 3, generator=generator) * 100).to(dtype)
+            weight = torch.randn(num_vocab, 3, generator=generator).to(dtype)
+            likeliest = (hidden @ weight.T).argmax(1)
+            log_probs, entropy = action_log_probs(
+                hidden, weight, likeliest, temperature=0.7, return_entropy=True
+            )
+            assert float(log_probs.max()) <= 0
+            assert float(entropy.min()) >= 0
 
 
 def test_widened_products_are_those_of_float32() -> None:
