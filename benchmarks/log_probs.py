@@ -156,14 +156,14 @@ def matmul_peak(dtype: torch.dtype, device: str) -> float:
     return 2 * side**3 / min(seconds(lambda: a @ b, device) for _ in range(10))
 
 
-def seconds(step: Callable[[], Any], device: str) -> float:
+def seconds(step: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     step()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +198,18 @@ class Turns:
     operations: int  # of matrix products; 0 where they are not seen
 
     @staticmethod
-    def traced(head: Head, case: Case, device: str) -> "Turns":
+    def traced(head: Head, case: Case, device: str, clock: Callable[[], float]) -> "Turns":
         found = Turns(0.0, [], 0, 0)
 
         def counted() -> Any:
-            start = time.perf_counter()
+            start = clock()
             if head.is_compiled:
                 result = head.step(case)
             else:
                 with ProductCount() as count:
                     result = head.step(case)
                 found.operations = count.operations
-            found.traced_seconds = time.perf_counter() - start
+            found.traced_seconds = clock() - start
             return result
 
         found.peak = peak_bytes(counted, device)
@@ -219,17 +219,23 @@ class Turns:
         return statistics.median(self.seconds or [self.traced_seconds])
 
 
-def measure(size: Size, heads: dict[str, Head], device: str, budget: float) -> dict[str, Any]:
+def measure(
+    size: Size,
+    heads: dict[str, Head],
+    device: str,
+    budget: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
     """The record of a size: figures by contender. `budget` seconds bound the turns after the first."""
     case, heads = size.draw(device), {name: heads[name] for name in size.names}
     begin = time.perf_counter()
-    turns = {name: Turns.traced(head, case, device) for name, head in heads.items()}
-    round_seconds = sum(t.traced_seconds for t in turns.values())
+    turns = {name: Turns.traced(head, case, device, clock) for name, head in heads.items()}
+    round_seconds = time.perf_counter() - begin
     for _ in range(MOST_TURNS):
         if time.perf_counter() - begin + round_seconds / 2 > budget:
             break
         for name, head in heads.items():
-            turns[name].seconds.append(seconds(lambda head=head: head.step(case), device))
+            turns[name].seconds.append(seconds(lambda head=head: head.step(case), device, clock))
     gradients = sum(t.numel() * t.element_size() for t in case.leaves())
     peak_rate, errors = matmul_peak(case.hidden.dtype, device), log_prob_errors(heads, case)
     plain = turns[size.names[0]].median()

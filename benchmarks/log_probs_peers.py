@@ -223,14 +223,21 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="+", default=list(LOADERS), choices=list(LOADERS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--at-most", type=int, help="runs now; the next call makes the next")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread's CPU seconds, to which other processes add little",
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=45.0, help="of turns, a run")
     parser.add_argument("--results", type=Path, default=Path("log_probs_peers.jsonl"), help="a line a run")
     parser.add_argument("--report", action="store_true", help="measure nothing; print what is there")
     options = parser.parse_args()
     options.device = "cpu"
+    options.threads = 1 if options.cpu_time else options.threads
     torch.set_num_threads(options.threads)
-    shared = settings(options) | {"packages": installed_versions()}
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    shared = settings(options) | {"clock": clock.__name__, "packages": installed_versions()}
     rivals, left_out = load({rival: LOADERS[rival] for rival in options.rivals})
     runs = {s: heads for s, heads in sizes_of(rivals, options.quick).items() if s.dtype in options.dtypes}
     found = read(options.results, shared)
@@ -238,7 +245,7 @@ def main() -> None:
     for size in to_make[: options.at_most]:
         heads = runs[size]
         errors = gradient_errors(heads, size.draw("cpu"))
-        figures = measure(size, heads, "cpu", options.seconds)
+        figures = measure(size, heads, "cpu", options.seconds, clock)
         found[size.key()] = {name: f | {"gradient_error": errors[name]} for name, f in figures.items()}
         append(options.results, {"settings": shared, "size": size.key(), "figures": found[size.key()]})
         now = time.strftime("%H:%M:%S")
