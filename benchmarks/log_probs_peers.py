@@ -1,6 +1,6 @@
 """The log-prob head beside those of other libraries: seconds, peak memory and errors, as markdown.
 
-    python benchmarks/log_probs_peers.py                       # about 20 minutes on two quiet cores
+    python benchmarks/log_probs_peers.py                       # 20 runs of a minute or two
     python benchmarks/log_probs_peers.py --rivals verl Liger   # these alone
     python benchmarks/log_probs_peers.py --report              # the table, from what is there
     python benchmarks/log_probs_peers.py --quick               # small sizes, a few minutes
@@ -14,6 +14,8 @@ A run alternates full logits, this library's head and one rival; log_probs.py te
 kept. Beforehand, which is also when compiled code is compiled, the gradients of 600 tokens (more than one
 chunk of verl's) are held against float64. The figure is the larger relative error (2-norm) of the two
 gradients; one above a tenth is no rounding, and is called wrong.
+
+Leave bfloat16 out (--dtypes float32) where the processor has no instructions for it: a turn takes minutes there.
 """
 
 # N action tokens, V vocabulary, D width
