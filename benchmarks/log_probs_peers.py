@@ -15,7 +15,8 @@ kept. Beforehand, which is also when compiled code is compiled, the gradients of
 chunk of verl's) are held against float64. The figure is the larger relative error (2-norm) of the two
 gradients; one above a tenth is no rounding, and is called wrong.
 
-Leave bfloat16 out (--dtypes float32) where the processor has no instructions for it: a turn takes minutes there.
+Leave bfloat16 out (--dtypes float32) where the processor has no instructions for it: it takes
+minutes a turn.
 """
 
 # N action tokens, V vocabulary, D width
