@@ -93,7 +93,7 @@ def num_own(sandbox: Sandbox) -> int:
 def at_rest(sandbox: Sandbox) -> list[int]:
     """The processes of a sandbox, the spare last, when nothing but those of a sandbox at rest is left."""
     wanted, outer = num_own(sandbox), warm_parent(sandbox)
-    deadline = time.monotonic() + 20
+    deadline, found = time.monotonic() + 20, [outer]
     while time.monotonic() < deadline:
         found = [outer, *sorted(descendants(outer))]
         if len(found) == wanted and is_waiting(found[-1]):

@@ -64,7 +64,9 @@ def test_arguments_decide_where_they_should(machine: str) -> None:
     column, architecture = ARCHITECTURES[machine]
     for numbers, argument in OPEN.values():
         number = numbers[column]
-        for flags in (0, 0o2000000, 1, 2, 0o100, 0o1000, 0o102) if number is not None else ():
+        if number is None:
+            continue
+        for flags in (0, 0o2000000, 1, 2, 0o100, 0o1000, 0o102):
             arguments = [0xFFFF] * argument + [flags]
             for may_write in (False, True):
                 found, _ = verdict(program(machine, may_write, False), architecture, number, *arguments)
