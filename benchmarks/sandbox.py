@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentrl.gym.env import BugFixEnv
@@ -24,25 +24,27 @@ SOURCE = "def f(x):\n    total = 0\n    for i in range(x):\n        total += i\n
 CASES = [(0,), (1,), (5,), (10,)]
 GAP_SECONDS = 0.003
 
-# Forks as the warm parent does, in an interpreter like it, with children that end at once.
+BLOCK = 20  # what is compared takes turns, so that other load on the machine meets all alike
+
+# Forks as the warm parent does, in an interpreter like it, children that end at once.
 BARE = """
 import gc, json, os, sys, time
 from agentrl.gym.server import preload
 hooks = preload()
-if sys.argv[2] == "hooks":
-    for hook in hooks:
-        os.register_at_fork(**hook)
+for hook in hooks if sys.argv[1] == "hooks" else ():
+    os.register_at_fork(**hook)
 gc.collect()
 gc.freeze()
-seconds = []
-for _ in range(int(sys.argv[1])):
-    start = time.perf_counter()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    seconds.append(time.perf_counter() - start)
-print(json.dumps(seconds))
+for line in sys.stdin:
+    seconds = []
+    for _ in range(int(line)):
+        start = time.perf_counter()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        seconds.append(time.perf_counter() - start)
+    print(json.dumps(seconds), flush=True)
 """
 
 
@@ -58,48 +60,66 @@ def main() -> None:
         f"commit {commit()}, {platform.machine()}, Python {platform.python_version()}, "
         f"`python benchmarks/sandbox.py --runs {args.runs} --steps {args.steps}`\n"
     )
-    print("| milliseconds | 10% | median | 90% | CPU |")
-    print("| --- | --- | --- | --- | --- |")
-    for name, mode in (("bare fork", "none"), ("bare fork, hooks of modules included", "hooks")):
-        report(name, bare_forks(args.runs, mode))
-    for name, gap in (("run of four cases, back to back", 0.0), ("with 3 ms between them", GAP_SECONDS)):
-        report(name, *timed_runs(args.runs, gap))
+    report_runs(args.runs)
     if args.steps:
         report_steps(args.steps)
 
 
-def report(name: str, seconds: Sequence[float], cpu_seconds: float | None = None) -> None:
-    """Print one row; the CPU time of all processes is the mean of a run."""
-    deciles = statistics.quantiles(seconds, n=10)
-    cells = [f"{1000 * deciles[i]:.2f}" for i in (0, 4, 8)]
-    cpu = "" if cpu_seconds is None else f"{1000 * cpu_seconds:.2f}"
-    print(f"| {name} | {' | '.join(cells)} | {cpu} |", flush=True)
-
-
-def bare_forks(num_forks: int, mode: str) -> list[float]:
-    """Seconds of each fork of a child that ends at once, until it was waited for."""
-    root = Path(__file__).parents[1] / "src"
-    command = [sys.executable, "-s", "-S", "-P", "-B", "-c", BARE, str(num_forks), mode]
-    env = {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
-
-
-def timed_runs(num_runs: int, gap_seconds: float) -> tuple[list[float], float]:
-    """Seconds of each run, and CPU seconds of one in all processes, with a share of their start and end."""
+def report_runs(num_runs: int) -> None:
+    """Print how long a bare fork and a run take, and the CPU time of a run in all processes."""
+    with bare_forks("none") as bare, bare_forks("hooks") as hooked, Sandbox(cache_size=0) as sandbox:
+        ways: dict[str, Callable[[int], list[float]]] = {
+            "bare fork": lambda n: forks_of(bare, n),
+            "bare fork, hooks of modules included": lambda n: forks_of(hooked, n),
+            "run of four cases, back to back": lambda n: runs_of(sandbox, n, 0.0),
+            "with 3 ms between them": lambda n: runs_of(sandbox, n, GAP_SECONDS),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(0, num_runs, BLOCK):
+            for name, measure in ways.items():
+                seconds[name] += measure(BLOCK + 1)[1:]  # the first finds cold caches
+    print("| milliseconds | 10% | median | 90% |")
+    print("| --- | --- | --- | --- |")
+    for name, found in seconds.items():
+        deciles = statistics.quantiles(found, n=10)
+        print(f"| {name} | {' | '.join(f'{1000 * deciles[i]:.2f}' for i in (0, 4, 8))} |")
     before = os.times()
     with Sandbox(cache_size=0) as sandbox:
-        for _ in range(10):
-            sandbox.call(SOURCE, "f", CASES)
-        seconds: list[float] = []
-        for _ in range(num_runs):
-            time.sleep(gap_seconds)
-            start = time.perf_counter()
-            sandbox.call(SOURCE, "f", CASES)
-            seconds.append(time.perf_counter() - start)
+        wall_seconds = sum(runs_of(sandbox, num_runs, 0.0))
     after = os.times()
-    cpu_seconds = sum(after[:4]) - sum(before[:4])  # children's too, which have ended
-    return seconds, cpu_seconds / (num_runs + 10)
+    cpu_seconds = sum(after[:4]) - sum(before[:4])  # children's too, which have ended; and their start
+    print(
+        f"\nback to back: {num_runs / wall_seconds:.0f} runs a second, "
+        f"{1000 * cpu_seconds / num_runs:.1f} ms of CPU time each in all processes"
+    )
+
+
+def bare_forks(mode: str) -> subprocess.Popen[str]:
+    """A process that forks as often as it is told."""
+    command = [sys.executable, "-s", "-S", "-P", "-B", "-c", BARE, mode]
+    env = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def forks_of(process: subprocess.Popen[str], num_forks: int) -> list[float]:
+    """Seconds of each fork of a child that ends at once, until it was waited for."""
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(f"{num_forks}\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+def runs_of(sandbox: Sandbox, num_runs: int, gap_seconds: float) -> list[float]:
+    """Seconds of each run of four cases."""
+    seconds: list[float] = []
+    for _ in range(num_runs):
+        if gap_seconds:
+            time.sleep(gap_seconds)
+        start = time.perf_counter()
+        sandbox.call(SOURCE, "f", CASES)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def report_steps(num_steps: int) -> None:
