@@ -111,8 +111,9 @@ class _Parent:
 class Sandbox:
     """Runs functions that nobody trusts, with limits, and returns what they return as plain data.
 
-    One warm parent (a small interpreter without torch) forks a confined child a call. The child gets the
-    source, the function's name and the arguments, nothing else. It can write any message that it likes into
+    One warm parent (a small interpreter without torch) forks a confined child a call, before the call: it
+    waits for its job, does that one and ends. The child gets the source, the function's name and the
+    arguments, nothing else. It can write any message that it likes into
     the pipe of results; that gains nothing, because expected values never enter it: the caller compares, with
     `same_value`, plain data that was decoded here. A message that is garbled, cut short or too large is an
     error outcome. Each process that uses a sandbox gets a parent of its own, also after a fork; a parent that
