@@ -10,6 +10,8 @@ MAX_INT_BITS = 14_000  # below the 4,300 decimal digits that Python reads and wr
 TOO_LARGE = "result too large"
 TOO_DEEP = "result nested too deeply"
 
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def encode(value: object, max_bytes: int = 1 << 20) -> str:
     """JSON text (ASCII) of plain data; exact types survive, so `decode(encode(x))` is x with x's types.
@@ -21,7 +23,7 @@ def encode(value: object, max_bytes: int = 1 << 20) -> str:
     >>> encode((1, [True, None], {"a": 1.0}))
     '{"t":[1,[true,null],{"d":[["a",1.0]]}]}'
     """
-    text = json.dumps(_tagged(value, 0, [max_bytes]), separators=(",", ":"))
+    text = _to_json(_tagged(value, 0, [max_bytes]))
     if len(text) > max_bytes:
         raise ValueError(TOO_LARGE)
     return text

@@ -1,5 +1,6 @@
 """The sandbox: calls functions that nobody trusts in children of a warm parent, and caches by content."""
 
+import functools
 import hashlib
 import json
 import os
@@ -19,12 +20,19 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from agentrl.gym.confine import WALLS, Limits
-from agentrl.gym.jail import RESULT, UNSTABLE, Answer, one_line
+from agentrl.gym.job import one_line
 from agentrl.gym.plain import decode, encode, same_value
+from agentrl.gym.server import SIZE, pack_request, write_message
+from agentrl.gym.watch import RESULT, UNSTABLE, Answer
 
 __all__ = ["Limits", "Outcome", "Sandbox", "same_value"]
 
 STOPPED = "sandbox stopped"
+
+
+@functools.lru_cache(maxsize=16)
+def _as_json(limits: Limits) -> str:
+    return json.dumps(asdict(limits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class _Parent:
         os.chmod(self.base, 0o711)  # the confined user passes through to its own scratch folder
         root = str(Path(__file__).parents[2])
         code = (
-            f"import sys; sys.path.append({root!r}); from agentrl.gym.jail import serve; "
+            f"import sys; sys.path.append({root!r}); from agentrl.gym.server import serve; "
             f"sys.path.pop(); serve({self.base!r}, {tuple(without)!r})"
         )
         # A hash seed of its own makes the order of sets, and so what functions return, repeatable.
@@ -69,22 +77,20 @@ class _Parent:
         assert stdout is not None
         deadline = time.monotonic() + seconds
         try:
-            unsent = memoryview(len(request).to_bytes(8) + request)
-            while unsent:
-                unsent = unsent[os.write(stdin.fileno(), unsent) :]
+            write_message(stdin.fileno(), request)
         except BrokenPipeError:
             return b""
         poller = select.poll()
         poller.register(stdout, select.POLLIN)
         buffer = bytearray()
-        while len(buffer) < 8 or len(buffer) < 8 + int.from_bytes(buffer[:8]):
+        while len(buffer) < SIZE.size or len(buffer) < SIZE.size + SIZE.unpack_from(buffer)[0]:
             if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return b""
-            part = os.read(stdout.fileno(), 1 << 20)
+            part = os.read(stdout.fileno(), 1 << 16)  # more would be mapped anew each time
             if not part:
                 return b""
             buffer += part
-        return bytes(buffer[8:])
+        return bytes(buffer[SIZE.size :])
 
     def close(self) -> None:
         """End the process and remove its folder; in a forked copy only let go of the pipes."""
@@ -105,8 +111,9 @@ class _Parent:
 class Sandbox:
     """Runs functions that nobody trusts, with limits, and returns what they return as plain data.
 
-    One warm parent (a small interpreter without torch) forks a confined child a call. The child gets the
-    source, the function's name and the arguments, nothing else. It can write any message that it likes into
+    One warm parent (a small interpreter without torch) forks a confined child a call, before the call: it
+    waits for its job, does that one and ends. The child gets the source, the function's name and the
+    arguments, nothing else. It can write any message that it likes into
     the pipe of results; that gains nothing, because expected values never enter it: the caller compares, with
     `same_value`, plain data that was decoded here. A message that is garbled, cut short or too large is an
     error outcome. Each process that uses a sandbox gets a parent of its own, also after a fork; a parent that
@@ -150,7 +157,8 @@ class Sandbox:
         if not arguments:
             return []
         cases = [encode(self._checked(args)) for args in arguments]
-        request = json.dumps([source, function, cases, asdict(self.limits)]).encode()
+        job = json.dumps([source, function, cases])
+        request = pack_request(_as_json(self.limits), job, len(cases))
         if self._owner != os.getpid():  # forked: the parent, and perhaps the lock, belong to somebody else
             self._lock, self._owner = threading.Lock(), os.getpid()
         with self._lock:
