@@ -169,6 +169,28 @@ def test_backward_runs_once_and_no_grad_runs() -> None:
         result.loss.backward()
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_token_loss_may_work_in_place(with_entropy: bool) -> None:
+    hidden, weight, _, targets = problem(5, 9, 4)
+
+    def in_place(log_probs: Tensor, entropy: Tensor | None, _: Tensor) -> Tensor:
+        log_probs.clamp_(min=-3.0)
+        return log_probs if entropy is None else entropy.mul_(log_probs)
+
+    def plain(log_probs: Tensor, entropy: Tensor | None, _: Tensor) -> Tensor:
+        kept = log_probs.clamp(min=-3.0)
+        return kept if entropy is None else entropy * kept
+
+    found = [
+        fused_policy_loss(hidden, weight, targets, loss, with_entropy=with_entropy)
+        for loss in (in_place, plain)
+    ]
+    assert bool((found[1].log_probs < -3).any())
+    torch.testing.assert_close(found[0].log_probs, found[1].log_probs, rtol=0, atol=0)
+    grads = [torch.autograd.grad(result.loss, (hidden, weight)) for result in found]
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
 def test_wrong_token_losses_are_named() -> None:
     hidden, weight, _, targets = problem(5, 9, 4)
     with pytest.raises(ValueError, match=r"loss a token, shape \(5,\); got .* of shape \(\)"):

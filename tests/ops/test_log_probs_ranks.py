@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from agentrl.ops.fused_loss import fused_policy_loss
 from agentrl.ops.log_probs import action_log_probs
+from log_probs import ProductCount
 
 SIZES = (11, 23)  # rows of the vocabulary that each rank holds
 
@@ -55,11 +56,22 @@ def _shards(rank: int) -> None:
         for w, b, g in ((weight, bias, None), (part, part_bias, group))
     ]
     check(fused[0], fused[1], torch.tensor(2.0, dtype=torch.float64))
-    frozen = [
-        torch.autograd.grad(action_log_probs(hidden, w.detach(), targets, group=g), hidden, upstream)[0]
-        for w, g in ((weight, None), (part, group))
-    ]
-    torch.testing.assert_close(frozen[1], frozen[0], **close)
+    part, part_bias = part.detach(), part_bias.detach()
+    more["temperature"] = temperature.detach()
+    for name in ("general", "fused"):
+        found = []
+        for w, b, g in ((weight.detach(), bias.detach(), None), (part, part_bias, group)):
+            with ProductCount() as counted:
+                if name == "general":
+                    score = action_log_probs(hidden, w, targets, bias=b, group=g, **more)
+                else:
+                    score = fused_policy_loss(
+                        hidden, w, targets, lambda p, _, i: upstream[i] * p, bias=b, group=g, **more
+                    ).loss
+                (gradient,) = torch.autograd.grad(score, hidden, upstream if name == "general" else None)
+            found.append((score, gradient))
+            assert counted.operations == 2 * (2 * 13 * len(w) * 5), "two products"
+        torch.testing.assert_close(found[1], found[0], **close)
 
 
 def _sharded_by_fsdp(rank: int, mesh_shape: tuple[int, ...]) -> None:
@@ -80,6 +92,8 @@ def _sharded_by_fsdp(rank: int, mesh_shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(gradient.full_tensor(), wanted, rtol=1e-11, atol=1e-12)
     with pytest.raises(ValueError, match="hidden must be this rank's own tensor, got a DTensor"):
         action_log_probs(model.weight, weight, torch.arange(sum(SIZES)))
+    with pytest.raises(ValueError, match=r"with group=, weight must be .* pass weight\.to_local\(\)"):
+        action_log_probs(hidden, model.weight, targets, group=dist.group.WORLD)
 
 
 def _start(rank: int, store: str) -> None:

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.ops.gradient_sums import spread_rows_
+from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs
-from agentrl.ops.tiled_head import Gradients, Needs, Stash, TiledHead, Upstream, reduce_and_cast
-from agentrl.ops.tiles import LogitPrecision, spread_rows_
+from agentrl.ops.stash import Stash
+from agentrl.ops.tiled_head import TiledHead
+from agentrl.ops.tiles import LogitPrecision
 
 # (log-probs [N], entropies [N] or None, positions [N] int64) -> losses [N], weights already applied
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-
-_STASH_BYTES = 4 << 20
 
 
 class FusedLoss(NamedTuple):
@@ -41,7 +42,7 @@ def fused_policy_loss(
     with_entropy: bool = False,
     active: Tensor | None = None,
     tile_bytes: int | None = None,
-    stash_bytes: int = _STASH_BYTES,
+    stash_bytes: int = 0,
     logits: LogitPrecision = "float32",
     group: dist.ProcessGroup | None = None,
 ) -> FusedLoss:
@@ -54,10 +55,10 @@ def fused_policy_loss(
 
     `action_log_probs` computes the logits twice because the upstream gradient is not known in forward. Here
     it is, so the first D tokens' exponentials wait for it in the memory that the weight's gradient is about
-    to fill, those of more tokens in `stash_bytes`; for these tokens, three matrix products replace four, at
-    the same peak memory. Tokens beyond are recomputed (N * V * 4 bytes of stash hold all, in float32). The
-    gradient of a frozen head takes two products, and three with entropy. If less than two thirds of the
-    tokens carry a gradient, those are recomputed: this is then cheaper.
+    to fill, in 16 bits too; for these tokens, three matrix products replace four, at the same peak memory.
+    `stash_bytes` on top hold those of tokens after them, if at least 64 (N * V * 4 bytes hold all, in
+    float32); tokens beyond are recomputed, and tokens without gradient cost nothing more. The gradient of a
+    frozen head takes two products, and three with entropy.
 
     `active` (bool [N]) names the tokens to score, for losses known beforehand to give the others nothing (a
     weight or an advantage of zero). The others cost nothing: `token_loss` sees the log-probs and positions of
@@ -125,7 +126,7 @@ class _FusedLoss(torch.autograd.Function):
         inputs = HeadInputs(*arguments)
         needs = Needs(*(grad_enabled and need for need in ctx.needs_input_grad[5:9]))
         with torch.autocast(inputs.hidden.device.type, enabled=False):
-            if needs.only_hidden() and not entropy and inputs.settings.group is None:
+            if needs.only_hidden() and not entropy:
                 loss, logp, gradients = _loss_and_hidden_gradient(inputs, token_loss, rows)
                 entropy_value = None
             else:
@@ -177,7 +178,8 @@ def _differentiate(
     positions = torch.arange(len(logp), device=logp.device) if rows is None else rows
     leaves = [part.detach().requires_grad_() for part in (logp, entropy) if part is not None]
     with torch.enable_grad():
-        losses = token_loss(leaves[0], None if entropy is None else leaves[1], positions)
+        given = [leaf.clone() for leaf in leaves]  # token_loss may work in place
+        losses = token_loss(given[0], None if entropy is None else given[1], positions)
         is_tensor = isinstance(losses, Tensor)
         if not is_tensor or losses.shape != logp.shape or not losses.is_floating_point():
             got = f"{losses.dtype} of shape {tuple(losses.shape)}" if is_tensor else type(losses).__name__
@@ -243,7 +245,7 @@ def _loss_and_hidden_gradient(
 ) -> tuple[Tensor, Tensor, Gradients]:
     """Loss, log-probs and the gradient of a frozen head, in one pass over the tiles."""
     found, hidden_gradient = TiledHead(inputs, rows).statistics_with_hidden_slope()
-    logp = found.target - found.log_sum_exp()
+    logp = found.scores().log_prob
     loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
     upstream, _, unit = _in_units(upstream, None, inputs)
     scored = hidden_gradient[: len(logp)]
@@ -262,35 +264,29 @@ def _loss_and_gradients(
     entropy: bool,
     stash_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
-    head = TiledHead(inputs, rows, stash=needs.weight)
-    stash = None
-    if needs.weight and len(head.targets):
-        stash = Stash(inputs.weight, head.grid, head.precision, stash_bytes)
-    found = head.statistics(entropy=entropy, stash=stash)
+    num_tokens = len(inputs.targets) if rows is None else len(rows)
+    # More tokens than vocabulary: 16-bit gradients are summed with tokens outermost, which a stash precludes
+    tokens_outermost = inputs.settings.precision.narrow and num_tokens > len(inputs.weight)
+    wanted = needs.weight and num_tokens > 0 and not tokens_outermost
+    stash = Stash.reserve(inputs, num_tokens, stash_bytes) if wanted else None
+    head = TiledHead(inputs, rows, stash)
+    found = head.statistics(entropy=entropy)
     if inputs.settings.group is not None:
         found.combine_(inputs.settings.group)
-    log_sum_exp = found.log_sum_exp()
-    logp = found.target - log_sum_exp
-    entropy_value = found.entropy() if entropy else None
+    scores = found.scores()
+    logp, entropy_value = scores.log_prob, scores.entropy
     wanted = any(needs)
     loss, logp_gradient, entropy_gradient = _differentiate(
         token_loss, logp, entropy_value, rows, wanted=wanted
     )
     logp_gradient, entropy_gradient, unit = _in_units(logp_gradient, entropy_gradient, inputs)
-    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy_value, found.target)
     if not wanted:
         return loss, logp, entropy_value, Gradients()
+    upstream = Upstream(logp_gradient, entropy_gradient, scores)
     kept = upstream.active_rows()
-    # Idle tokens cost their two products from the stash; a NaN among them would reach the weight's gradient,
-    # as would an infinite hidden state, which a soft-cap hides in the log-prob.
-    few = 3 * len(kept) < 2 * len(logp)
-    idle_nan = len(kept) < len(logp) and not (
-        bool(logp.isfinite().all()) and bool(inputs.hidden.sum(1).isfinite().all())
-    )
-    if few or idle_nan or (stash is None and len(kept) < len(logp)):
-        stash = None
-        kept_rows = kept if rows is None else rows[kept]
-        gradients = TiledHead(inputs, kept_rows).gradients(upstream.select(kept), needs)
-    else:
-        gradients = head.gradients(upstream, needs, stash)
+    if len(kept) < len(logp):
+        upstream = upstream.select(kept)
+        rows = kept if rows is None else rows[kept]
+        head = TiledHead(inputs, rows, None if stash is None else stash.select(kept))
+    gradients = head.gradients(upstream, needs)
     return loss, logp, entropy_value, replace(reduce_and_cast(gradients, inputs), unit=unit)

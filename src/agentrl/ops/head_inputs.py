@@ -80,6 +80,12 @@ def read_head_inputs(
     for name, value in (("hidden", hidden), ("targets", targets), ("temperature", temperature)):
         if isinstance(value, DTensor):
             raise ValueError(f"{name} must be this rank's own tensor, got a DTensor; pass {name}.to_local()")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if group is not None and isinstance(value, DTensor):
+            raise ValueError(
+                f"with group=, {name} must be this rank's own rows of the vocabulary as a plain tensor, got "
+                f"a DTensor; pass {name}.to_local()"
+            )
     weight, bias = _gathered(weight, hidden), None if bias is None else _gathered(bias, hidden)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -108,7 +114,7 @@ def read_head_inputs(
             f"temperature must be positive and finite, got {temperature!r}; greedy sampling has no log-prob"
         )
     vocab_start, num_vocab = _vocab_range(weight, group)
-    _check_targets(targets, num_vocab)
+    check_ids("targets", targets, num_vocab)
     settings = HeadSettings(
         temperature=float(temperature),
         softcap=softcap,
@@ -208,13 +214,15 @@ def _token_temperatures(temperature: Tensor, hidden: Tensor) -> Tensor:
     return temperature
 
 
-def _check_targets(targets: Tensor, num_vocab: int) -> None:
-    wrong = (targets < 0) | (targets >= num_vocab)
+def check_ids(name: str, ids: Tensor, num_vocab: int) -> None:
+    """Raise ValueError for the first of ids [...] that is no row of the vocabulary."""
+    wrong = (ids < 0) | (ids >= num_vocab)
     if bool(wrong.any()):
-        position = int(wrong.nonzero()[0])
+        position = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"targets[{position}] is {int(targets[position])}, outside the vocabulary of {num_vocab} rows "
-            f"({int(wrong.sum())} of {len(targets)} are); drop ignored positions (-100) before the head"
+            f"{name}[{', '.join(map(str, position))}] is {int(ids[position])}, outside the vocabulary of "
+            f"{num_vocab} rows ({int(wrong.sum())} of {ids.numel()} are); drop ignored positions (-100) "
+            "before the head"
         )
 
 

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, is_whole, read_head_inputs
-from agentrl.ops.tiled_head import Gradients, Needs, TiledHead, Upstream, reduce_and_cast
+from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
+from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, check_ids, is_whole, read_head_inputs
+from agentrl.ops.logit_map import Scores
+from agentrl.ops.stash import Stash
+from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import LogitPrecision
 
 
@@ -30,7 +33,12 @@ def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
             f"wanted logits [..., V] and ids [...]; got {tuple(logits.shape)} and {tuple(ids.shape)}"
         )
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(wide, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+    log_probs = torch.log_softmax(wide, dim=-1)
+    try:
+        return log_probs.gather(-1, ids[..., None]).squeeze(-1)
+    except RuntimeError:  # gather names no position; on CUDA it ends the process instead
+        check_ids("ids", ids, logits.shape[-1])
+        raise
 
 
 def chunked_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int = 1024) -> Tensor:
@@ -74,6 +82,7 @@ def _in_chunks(score: Any, hidden: Tensor, weight: Tensor, ids: Tensor, chunk_si
             f"wanted hidden [..., D], weight [V, D] and ids [...]; got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)} and {tuple(ids.shape)}"
         )
+    check_ids("ids", ids, len(weight))
     flat, flat_ids = hidden.flatten(0, -2), ids.flatten()
     parts = [
         score(flat[start : start + chunk_size], weight, flat_ids[start : start + chunk_size])
@@ -89,6 +98,7 @@ def action_log_probs(
     targets: Tensor,
     *,
     return_entropy: Literal[False] = False,
+    recompute: bool = False,
     **keywords: Unpack[HeadKeywords],
 ) -> Tensor: ...
 @overload
@@ -98,6 +108,7 @@ def action_log_probs(
     targets: Tensor,
     *,
     return_entropy: bool,
+    recompute: bool = False,
     **keywords: Unpack[HeadKeywords],
 ) -> Any: ...
 def action_log_probs(
@@ -110,6 +121,7 @@ def action_log_probs(
     softcap: float | None = None,
     scale: float | None = None,
     return_entropy: bool = False,
+    recompute: bool = False,
     tile_bytes: int | None = None,
     logits: LogitPrecision = "float32",
     group: dist.ProcessGroup | None = None,
@@ -119,13 +131,23 @@ def action_log_probs(
     With z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) / temperature, log p = z[target] -
     lse(z) and H = -sum_v p_v log p_v, both differentiable once in hidden [N, D], weight [V, D], bias [V]
     and a tensor `temperature` [N]. One tile of logits exists at a time (`tile_bytes`, by default 8 MiB on
-    CPU, 64 MiB on CUDA); forward keeps one log-sum-exp (and entropy) a token and backward recomputes.
-    Four matrix products for both gradients. Tokens whose upstream gradient is zero cost nothing in backward.
-    A frozen weight costs two: forward then also sums d log p / d hidden, which does not depend on the
-    upstream gradient. With entropy or `group` it costs three, of which backward skips idle tokens: a sum for
-    d H / d hidden beside the first would be a third product too, and shards would hold theirs in float32.
+    CPU, half of that for a trained float32 weight, 64 MiB on CUDA); forward keeps one log-sum-exp (and
+    entropy) a token and backward recomputes: four matrix products for both gradients. In float32, forward
+    also keeps the exponentials of the first D tokens, in the memory that the weight's gradient will fill:
+    three products up to D tokens, 4 - D / N up to 8 D, and four beyond. Tokens whose upstream gradient is
+    zero cost nothing in backward.
 
-    Where rounding remains: log-sum-exp and gradients are summed in float32. For 16-bit inputs,
+    A gradient [V, D] of a trained float32 weight thus lives from forward on, one for each graph that is
+    alive. Where several wait for one backward, `recompute=True` keeps them to the N numbers and four
+    products. So do saved-tensor hooks (`save_on_cpu`, non-reentrant `checkpoint`): they decide what is kept.
+    A second backward (retain_graph) recomputes too.
+
+    A frozen weight costs two products: forward then also sums d log p / d hidden, which does not depend on
+    the upstream gradient. With entropy it costs three, of which backward skips idle tokens: a sum for
+    d H / d hidden beside the first would be a third product too.
+
+    Where rounding remains: the target's logit is computed in float64, so that its rounding, most of a
+    log-prob's error, is gone; log-sum-exp and gradients are summed in float32. For 16-bit inputs,
     `logits="float32"` rounds no logit to 16 bits; `"input"` does, and is faster. On CPU, bfloat16 inputs need
     three times as long for a float32 logit while other Python threads run (`ops.tiles.logit_product`). The
     factors of both gradient products have 16 bits (a tile's dz is rounded, as autograd rounds it for full
@@ -138,7 +160,7 @@ def action_log_probs(
 
     Under autocast, hidden and weight are cast as nn.Linear would cast them. A weight sharded by FSDP2 is
     gathered once, and its gradient averaged over the ranks. Raises ValueError for inputs that do not fit,
-    RuntimeError under torch.func and in a second backward.
+    RuntimeError under torch.func and for a second derivative.
 
     Source of the recomputation: Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models.
 
@@ -150,7 +172,7 @@ def action_log_probs(
     """
     inputs = read_head_inputs(
         "action_log_probs",
-        1 + return_entropy,
+        1 + return_entropy + _wants_gradient(weight),
         hidden,
         weight,
         targets,
@@ -162,39 +184,60 @@ def action_log_probs(
         tile_bytes=tile_bytes,
         group=group,
     )
-    log_probs, entropy = _HeadLogProbs.apply(return_entropy, torch.is_grad_enabled(), *inputs)
+    stash = None if recompute else _reserve(inputs)
+    log_probs, entropy = _HeadLogProbs.apply(return_entropy, torch.is_grad_enabled(), stash, *inputs)
     return (log_probs, entropy) if return_entropy else log_probs
+
+
+# Beyond this many times D tokens, the exponentials of D save less than 3% of the products.
+_MOST_STASHED = 8
+
+
+def _wants_gradient(weight: Any) -> bool:
+    return torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
+
+
+def _reserve(inputs: HeadInputs) -> Stash | None:
+    """Room for exponentials in the weight's gradient, where that saves products and rounds nothing."""
+    num_tokens, width = inputs.hidden.shape
+    hooked = cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
+    worth_it = 0 < num_tokens <= _MOST_STASHED * width and not inputs.settings.precision.narrow
+    return (
+        Stash.reserve(inputs, num_tokens)
+        if _wants_gradient(inputs.weight) and worth_it and not hooked
+        else None
+    )
 
 
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, entropy: bool, grad_enabled: bool, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, entropy: bool, grad_enabled: bool, stash: Stash | None, *arguments: Any
+    ) -> tuple[Tensor, Tensor | None]:
         inputs = HeadInputs(*arguments)
         ctx.set_materialize_grads(False)
         ctx.settings = inputs.settings
-        ctx.needs = Needs(*ctx.needs_input_grad[2:6])
-        ctx.hidden_slope_known = (
-            grad_enabled and ctx.needs.only_hidden() and not entropy and inputs.settings.group is None
-        )
-        head = TiledHead(inputs)
+        ctx.needs = Needs(*ctx.needs_input_grad[3:7])
+        ctx.hidden_slope_known = grad_enabled and ctx.needs.only_hidden() and not entropy
+        head = TiledHead(inputs, stash=stash)
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             if ctx.hidden_slope_known:
                 found, slope = head.statistics_with_hidden_slope()
                 ctx.save_for_backward(slope, inputs.hidden)
-                return found.target - found.log_sum_exp(), None
+                return found.scores().log_prob, None
             found = head.statistics(entropy=entropy)
         if inputs.settings.group is not None:
             found.combine_(inputs.settings.group)
-        log_sum_exp = found.log_sum_exp()
-        entropy_value = found.entropy() if entropy else None
-        ctx.save_for_backward(*inputs[:5], log_sum_exp, entropy_value)
-        return found.target - log_sum_exp, entropy_value
+        scores = found.scores()
+        ctx.save_for_backward(*inputs[:5], *scores)
+        ctx.stash = stash
+        return scores.log_prob, scores.entropy
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         given = [gradient for gradient in upstream if gradient is not None]
         if not given:
-            return (None,) * 8
+            return (None,) * 9
         if any(map(cast(Any, torch._C)._functorch.is_legacy_batchedtensor, given)):
             raise RuntimeError(
                 "action_log_probs takes one upstream gradient at a time: call torch.autograd.grad for each, "
@@ -206,7 +249,7 @@ class _HeadLogProbs(torch.autograd.Function):
         if torch.is_grad_enabled():
             sources = [t for t in (*upstream, *ctx.saved_tensors) if t is not None and t.requires_grad]
             parts = tuple(None if part is None else _Once.apply(part, *sources) for part in parts)
-        return None, None, *parts, None, None
+        return None, None, None, *parts, None, None
 
 
 def _hidden_gradient(ctx: Any, upstream: Tensor) -> Gradients:
@@ -217,17 +260,18 @@ def _hidden_gradient(ctx: Any, upstream: Tensor) -> Gradients:
 
 
 def _gradients(ctx: Any, logp_gradient: Tensor | None, entropy_gradient: Tensor | None) -> Gradients:
-    *tensors, log_sum_exp, entropy = ctx.saved_tensors
+    saved = ctx.saved_tensors  # unpacked once, as a checkpoint demands
+    tensors, scores = saved[:5], Scores(*saved[5:])
+    stash, ctx.stash = ctx.stash, None  # its memory goes out as the weight's gradient
     inputs = HeadInputs(*tensors, settings=ctx.settings)
     if logp_gradient is None:
-        logp_gradient = torch.zeros_like(log_sum_exp)
-    upstream = Upstream(logp_gradient, entropy_gradient, log_sum_exp, entropy)
+        logp_gradient = torch.zeros_like(scores.log_sum_exp)
+    upstream = Upstream(logp_gradient, entropy_gradient, scores)
     rows = upstream.active_rows()
     if len(rows) == len(logp_gradient):
-        found = TiledHead(inputs).gradients(upstream, ctx.needs)
-    else:
-        found = TiledHead(inputs, rows).gradients(upstream.select(rows), ctx.needs)
-    return reduce_and_cast(found, inputs)
+        return reduce_and_cast(TiledHead(inputs, stash=stash).gradients(upstream, ctx.needs), inputs)
+    head = TiledHead(inputs, rows, None if stash is None else stash.select(rows))
+    return reduce_and_cast(head.gradients(upstream.select(rows), ctx.needs), inputs)
 
 
 class _Once(torch.autograd.Function):

@@ -6,6 +6,7 @@ z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap) / temperature
 # N tokens, V vocabulary; n, v the sides of one tile
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,16 @@ class LogitMap:
             raw.mul_(self.slope)
         return raw if self.temperatures is None else raw.div_(self.temperatures[tile.n0 : tile.n1, None])
 
+    def at(self, raw: Tensor, ids: Tensor) -> Tensor:
+        """The logits [N] of one id a token from its raw product [N], in the raw product's dtype."""
+        if self.bias is not None:
+            raw = raw + self.bias[ids]
+        raw = raw * self.scale
+        if self.softcap is not None:
+            raw = torch.tanh(raw / self.softcap) * self.softcap
+        raw = raw / self.temperature
+        return raw if self.temperatures is None else raw / self.temperatures
+
     def token_slope(self, start: int, stop: int) -> Tensor | float:
         """dz / d(raw product) of tokens [start, stop), but for the soft-cap: a number, or [n]."""
         return self.slope if self.temperatures is None else self.slope / self.temperatures[start:stop]
@@ -70,58 +81,79 @@ def target_columns(targets: Tensor, tile: Tile, vocab_start: int) -> tuple[Tenso
 
 @dataclass(slots=True)
 class Statistics:
-    """Running statistics of each token's softmax, all [N] in the wide dtype."""
+    """Running statistics of each token's softmax, all [N] in the wide dtype but for the target's logit.
 
+    That comes from a product in float64, and the sums leave the target out until the end: its own rounding
+    would otherwise be the largest error of a log-prob. Next is that of the likeliest other token, which is
+    noted, so that `correct_` can replace its term.
+    """
+
+    target: Tensor  # the target's logit, float64; 0 where another rank holds it
     maximum: Tensor
-    sum_exp: Tensor  # sum over v of exp(z_v - maximum)
-    target: Tensor  # the target's logit, once its tile has been seen, else 0
-    weighted: Tensor | None  # sum over v of exp(z_v - maximum) * (z_v - maximum), for the entropy
+    sum_exp: Tensor  # sum over v other than the target of exp(z_v - maximum)
+    weighted: Tensor | None  # sum over the same v of exp(z_v - maximum) * (z_v - maximum), for the entropy
+    top: Tensor | None  # int64: this rank's row of the largest logit; -1 before any; None where not noted
 
     @staticmethod
-    def empty(num_tokens: int, precision: Precision, device: torch.device, *, entropy: bool) -> "Statistics":
+    def start(target: Tensor, precision: Precision, *, entropy: bool) -> "Statistics":
         """Statistics of no logits yet. The maximum starts finite: a padded vocabulary's first tile may hold
         nothing but -inf, and -inf - (-inf) is NaN."""
-        lowest = torch.finfo(precision.wide).min
-        zeros = [
-            torch.zeros(num_tokens, dtype=precision.wide, device=device) for _ in range(3 if entropy else 2)
-        ]
+        sum_exp = torch.zeros_like(target, dtype=precision.wide)
+        maximum = torch.full_like(sum_exp, torch.finfo(precision.wide).min)
+        rounds_alike = precision.narrow and precision.logits == "input"
+        notes_top = precision.wide != precision.exact and not rounds_alike
         return Statistics(
-            torch.full_like(zeros[0], lowest), zeros[0], zeros[1], zeros[2] if entropy else None
+            target,
+            maximum,
+            sum_exp,
+            weighted=torch.zeros_like(sum_exp) if entropy else None,
+            top=torch.full_like(target, -1, dtype=torch.int64) if notes_top else None,
         )
 
     def update_(
         self, logits: Tensor, targets: Tensor, tile: Tile, vocab_start: int, buffers: Buffers
     ) -> tuple[Tensor, Tensor]:
-        """Take in a tile's logits; returns exp(z - maximum) [n, v] and exp(old - new maximum) [n].
+        """Take in a tile's logits; returns exp(z - maximum) [n, v], 0 at the target, and exp(old - new
+        maximum) [n].
 
         The logits are overwritten, without entropy by what is returned.
         """
         tokens = slice(tile.n0, tile.n1)
-        column, here = target_columns(targets, tile, vocab_start)
-        target = self.target[tokens]
-        target.copy_(torch.where(here, logits.gather(1, column), target[:, None]).squeeze(1))
         old, total = self.maximum[tokens], self.sum_exp[tokens]
         new = torch.maximum(old, logits.amax(1))
         shift = old - new
         rescale = shift.exp()
+        if self.top is not None:
+            _note_top_(self.top[tokens], logits, new > old, tile.v0)
         logits.sub_(new[:, None])
         if self.weighted is None:
             exp = logits.exp_()
         else:
             clamp_log_(logits)
             exp = torch.exp(logits, out=buffers.take("exp", logits.shape, logits.dtype))
+        column, here = target_columns(targets, tile, vocab_start)
+        exp.scatter_(1, column, exp.gather(1, column).masked_fill_(here, 0.0))
+        if self.weighted is not None:
             weighted = self.weighted[tokens]
             weighted.add_(total * shift.clamp(min=-_LOG_ZERO)).mul_(rescale).add_(logits.mul_(exp).sum(1))
         total.mul_(rescale).add_(exp.sum(1))
         old.copy_(new)
         return exp, rescale
 
-    def log_sum_exp(self) -> Tensor:
-        """log sum exp of the logits [N]."""
-        return self.maximum + self.sum_exp.log()
+    def correct_(self, exact_top: Tensor, target_rows: Tensor) -> None:
+        """Replace the largest term of the sums, where it is not the target's, given its exact logit [N]."""
+        assert self.top is not None
+        above = exact_top - self.maximum  # the rounding of that logit, which stands in the sums as exp(0)
+        other = (self.top >= 0) & (self.top != target_rows)
+        self.sum_exp.add_(torch.expm1(above).where(other, 0.0))
+        if self.weighted is not None:
+            self.weighted.add_((above * above.exp()).where(other, 0.0))
 
-    def combine_(self, group: dist.ProcessGroup) -> None:
-        """Add up the statistics of ranks that each saw their own shard of the vocabulary."""
+    def combine_(self, group: dist.ProcessGroup) -> Tensor:
+        """Add up the statistics of ranks that each saw their own shard of the vocabulary.
+
+        Returns exp(own - common maximum) [N].
+        """
         shift = self.maximum.clone()
         dist.all_reduce(self.maximum, dist.ReduceOp.MAX, group=group)
         shift.sub_(self.maximum)
@@ -132,11 +164,47 @@ class Statistics:
         self.sum_exp.mul_(rescale)
         dist.all_reduce(self.sum_exp, group=group)
         dist.all_reduce(self.target, group=group)
+        return rescale
 
-    def entropy(self) -> Tensor:
-        """The entropy in nats [N]: lse - E[z]."""
-        assert self.weighted is not None
-        return self.sum_exp.log() - self.weighted / self.sum_exp
+    def scores(self) -> "Scores":
+        """What the complete statistics amount to."""
+        above = self.target - self.maximum
+        target_exp = above.exp()
+        total = self.sum_exp + target_exp
+        log_total, entropy, wide = total.log(), None, self.maximum.dtype
+        if self.weighted is not None:
+            expected = (self.weighted + target_exp * clamp_log_(above.clone())) / total
+            entropy = (log_total - expected).to(wide)
+        return Scores(
+            log_prob=(above - log_total).to(wide),
+            entropy=entropy,
+            log_sum_exp=(self.maximum + log_total).to(wide),
+            target_logit=self.target.to(wide),
+        )
+
+
+class Scores(NamedTuple):
+    """A token's scores, all [N] in the wide dtype, rounded once."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    log_sum_exp: Tensor
+    target_logit: Tensor
+
+
+def _note_top_(top: Tensor, logits: Tensor, grew: Tensor, first_row: int) -> None:
+    """Write the row of the vocabulary where a tile's tokens have their largest logit, where that `grew`.
+
+    argmax costs as much as exp. Few maxima grow after the first tiles, so on CPU it sees those alone; on CUDA
+    no shape may depend on the data.
+    """
+    if logits.is_cuda:
+        top.copy_(torch.where(grew, logits.argmax(1) + first_row, top))
+        return
+    tokens = grew.nonzero().squeeze(1)
+    chosen = logits if len(tokens) == len(top) else logits[tokens]
+    if len(tokens):
+        top[tokens] = chosen.argmax(1) + first_row
 
 
 # exp(-800) is 0 in float64, and so in float32: below it a log-prob may be cut without a trace in p or p *

@@ -2,128 +2,33 @@
 
 # N tokens, V vocabulary (of this rank), D width; n, v the sides of one tile
 
-import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.ops.gradient_sums import GradientSums, RowSum, spread_rows_
+from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, target_columns
-from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, RowSum, Tile, logit_product, spread_rows_
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """What backward needs of each token that takes part, all [N] in the wide dtype."""
-
-    logp: Tensor  # d loss / d log-prob
-    entropy: Tensor | None  # d loss / d entropy
-    log_sum_exp: Tensor
-    entropy_value: Tensor | None
-    target_logit: Tensor | None = None  # what a stash that rounds, even to zero, cannot give back
-
-    def active_rows(self) -> Tensor:
-        """The tokens that carry a gradient, int64 and ascending."""
-        active = self.logp != 0
-        if self.entropy is not None:
-            active |= self.entropy != 0
-        return active.nonzero().squeeze(1)
-
-    def select(self, rows: Tensor) -> "Upstream":
-        """The same for the tokens `rows` alone."""
-        parts = (self.logp, self.entropy, self.log_sum_exp, self.entropy_value, self.target_logit)
-        return Upstream(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
-
-
-class Needs(NamedTuple):
-    """Which inputs want a gradient."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-    temperatures: bool
-
-    def only_hidden(self) -> bool:
-        """Whether the head itself is frozen."""
-        return self.hidden and not (self.weight or self.bias or self.temperatures)
-
-
-@dataclass(slots=True)
-class Gradients:
-    """Gradients of the loss with respect to the head's inputs; None where not wanted."""
-
-    hidden: Tensor | None = None  # [N, D]; zero for tokens that take no part
-    weight: Tensor | None = None  # [V, D]
-    bias: Tensor | None = None  # [V]
-    temperatures: Tensor | None = None  # [N]
-    unit: Tensor | float = 1.0  # what all of them are still to be multiplied by
-
-
-class Stash:
-    """exp(z - maximum) of the first tokens, kept where the weight's gradient will be written, and beyond.
-
-    float16 keeps them times 2^15: as they are, it would drop what lies 17 nats below the maximum.
-    The gradient [V, D] is written column by column of tiles, each after the column's last tile was read;
-    until then its memory holds one number a logit for D tokens. `extra_bytes` hold some for the tokens
-    after those.
-    """
-
-    def __init__(self, weight: Tensor, grid: Grid, precision: Precision, extra_bytes: int) -> None:
-        self.weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        self.grid = grid
-        self.gain = 2.0**15 if weight.dtype == torch.float16 else 1.0
-        extra = extra_bytes // (len(weight) * weight.element_size())
-        # first token, tokens a column holds, memory; whole tiles only
-        self.areas: list[tuple[int, int, Tensor]] = []
-        start = 0
-        for capacity, memory in ((weight.shape[1], self.weight_gradient.view(-1)), (extra, None)):
-            left = grid.num_tokens - start
-            tokens = left if capacity >= left else capacity // grid.tokens * grid.tokens
-            if tokens > 0:
-                flat = weight.new_empty(len(weight) * tokens) if memory is None else memory
-                self.areas.append((start, tokens, flat))
-                start += tokens
-        columns = -(-len(weight) // grid.vocab)
-        self.maxima = torch.empty(columns, start, dtype=precision.wide, device=weight.device)
-
-    def keep(self, tile: Tile, exp: Tensor, maximum: Tensor) -> None:
-        """Store a tile of exp(z - maximum), which is lost, if it has a place."""
-        slot = self._slot(tile)
-        if slot is not None:
-            slot.copy_(exp if self.gain == 1.0 else exp.mul_(self.gain))
-            kept = maximum[tile.n0 : tile.n1] - math.log(self.gain)
-            self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1] = kept
-
-    def held(self, tile: Tile) -> tuple[Tensor, Tensor] | None:
-        """A tile's exp(z - m) [n, v] and m [n, 1], the maximum less log(gain); None where it has no place."""
-        slot = self._slot(tile)
-        if slot is None:
-            return None
-        return slot, self.maxima[tile.v0 // self.grid.vocab, tile.n0 : tile.n1, None]
-
-    def _slot(self, tile: Tile) -> Tensor | None:
-        for start, tokens, memory in self.areas:
-            if start <= tile.n0 and tile.n1 <= start + tokens:
-                size = (tile.n1 - tile.n0) * (tile.v1 - tile.v0)
-                width = memory.numel() // self.grid.num_vocab
-                offset = tile.v0 * width + (tile.n0 - start) * (tile.v1 - tile.v0)
-                return memory[offset : offset + size].view(tile.n1 - tile.n0, tile.v1 - tile.v0)
-        return None
+from agentrl.ops.stash import Stash
+from agentrl.ops.tiles import Buffers, Factor, Grid, Tile, logit_product
 
 
 class TiledHead:
-    """The logits [N, V] of hidden [N, D] under the head, as tiles that exist one at a time."""
+    """The logits [N, V] of hidden [N, D] under the head, as tiles that exist one at a time.
 
-    def __init__(self, inputs: HeadInputs, rows: Tensor | None = None, *, stash: bool = False) -> None:
+    A stash, reserved for the same tokens, keeps their exponentials from `statistics` to `gradients`.
+    """
+
+    def __init__(self, inputs: HeadInputs, rows: Tensor | None = None, stash: Stash | None = None) -> None:
         hidden, weight, bias, temperatures, targets, settings = inputs
         self.precision = settings.precision
         wide = self.precision.wide
         self.vocab_start = settings.vocab_start
         self.group = settings.group
+        self.spare_bytes = settings.tile_bytes
         self.rows = rows  # int64, ascending: the tokens that take part; None means all
+        self.stash = stash
         self.buffers = Buffers(hidden.device)
         self.hidden = Factor("hidden", hidden, rows, self.buffers)
         self.weight = Factor("weight", weight, None, self.buffers)
@@ -136,14 +41,11 @@ class TiledHead:
             temperatures=None if temperatures is None else temperatures.to(wide),
         )
         self.logit_map = logit_map if rows is None else logit_map.select(rows)
-        self.grid = Grid.fit(
-            len(self.targets),
-            weight.shape[0],
-            hidden.shape[1],
-            settings.tile_bytes,
-            self.precision,
-            stash=stash,
-        )
+        num_tokens, (num_vocab, width) = len(self.targets), weight.shape
+        if stash is None:
+            self.grid = Grid.fit(num_tokens, num_vocab, width, settings.tile_bytes, self.precision)
+        else:
+            self.grid = stash.grid
 
     def logits(self, tile: Tile) -> Tensor:
         """A tile's logits [n, v] in the wide dtype; the next tile overwrites them."""
@@ -158,34 +60,72 @@ class TiledHead:
             logit_product(hidden, weight.T, self.precision, out=logits)
         return self.logit_map.apply_(logits, tile)
 
-    def statistics(self, *, entropy: bool, stash: Stash | None = None) -> Statistics:
-        """One pass over the tiles, which a stash keeps as far as it reaches: one matrix product."""
-        found = Statistics.empty(
-            len(self.targets), self.precision, self.hidden.source.device, entropy=entropy
-        )
+    def _target_rows(self) -> tuple[Tensor, Tensor]:
+        """Each token's target as a row of this rank's weight [N], 0 where another has it, and whether not."""
+        rows = self.targets - self.vocab_start
+        here = (rows >= 0) & (rows < len(self.weight.source))
+        return rows.where(here, 0), here
+
+    def _target_logits(self) -> Tensor:
+        """The logit of each token's target [N], float64; 0 where another rank holds it."""
+        rows, here = self._target_rows()
+        return self._exact_logits(rows).where(here, 0.0)
+
+    def _exact_logits(self, ids: Tensor) -> Tensor:
+        """Each token's logit of one row of the weight [N], float64, by products in float64.
+
+        With `logits="input"` it is rounded as the others are.
+        """
+        precision, num_tokens = self.precision, len(self.targets)
+        raw = self.hidden.source.new_empty(num_tokens, dtype=precision.exact)
+        block = max(64, self.spare_bytes // (32 * self.weight.source.shape[1]))
+        for start in range(0, num_tokens, block):
+            tokens = slice(start, start + block)
+            hidden = self.hidden.source[tokens if self.rows is None else self.rows[tokens]]
+            weight = self.weight.source.index_select(0, ids[tokens])
+            raw[tokens] = (hidden.to(precision.exact) * weight.to(precision.exact)).sum(1)
+        if precision.narrow and precision.logits == "input":
+            raw = raw.to(precision.inputs).to(precision.exact)
+        return self.logit_map.at(raw, ids)
+
+    def _correct_(self, found: Statistics) -> None:
+        if found.top is not None:
+            rows, here = self._target_rows()
+            exact = self._exact_logits(found.top.clamp(min=0))
+            found.correct_(exact, rows.where(here, -1))
+
+    def statistics(self, *, entropy: bool) -> Statistics:
+        """One pass over the tiles, which the stash keeps as far as it reaches: one matrix product."""
+        found = Statistics.start(self._target_logits(), self.precision, entropy=entropy)
         for tile in self.grid.walk(vocab_outermost=False):
             logits = self.logits(tile)
             exp, _ = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
-            if stash is not None:
-                stash.keep(tile, exp, found.maximum)
+            if self.stash is not None:
+                self.stash.keep(tile, exp, found.maximum)
+        self._correct_(found)
         return found
 
     def statistics_with_hidden_slope(self) -> tuple[Statistics, Tensor]:
         """The statistics, and d log-prob / d hidden [N, D] in hidden's dtype, in the same pass: two products.
 
         With q = exp(z - running maximum), sum_v q_v W_v is rescaled as the maximum grows and divided by
-        sum_v q_v at the end. The target stays out of the sum: (1 - p_y) W_y - sum_{v != y} p_v W_v loses
+        sum_v q_v at the end, which shards of the vocabulary do in common, with their statistics. The target
+        stays out of the sum: (1 - p_y) W_y - sum_{v != y} p_v W_v loses
         nothing where p_y is close to 1, W_y - sum_v p_v W_v would.
         """
-        found = Statistics.empty(len(self.targets), self.precision, self.hidden.source.device, entropy=False)
-        slope = torch.empty_like(self.hidden.source, memory_format=torch.contiguous_format)
-        sums = RowSum(slope, self.grid.tokens, self.precision, self.buffers)
+        found = Statistics.start(self._target_logits(), self.precision, entropy=False)
+        hidden = self.hidden.source
+        # shards of the vocabulary add up their parts before anything is rounded
+        dtype = hidden.dtype if self.group is None else self.precision.wide
+        slope = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
+        held = slope
+        if slope.dtype != self.precision.wide:
+            held = slope.new_empty(self.grid.tokens, slope.shape[1], dtype=self.precision.wide)
+        sums = RowSum(slope, [held], self.precision, self.buffers)
         for tile in self.grid.walk(vocab_outermost=False):
             logits = self.logits(tile)
             cap = self._cap_slope(logits, tile)
             _, rescale = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
-            column, here = target_columns(self.targets, tile, self.vocab_start)
-            logits.scatter_add_(1, column, -logits.gather(1, column).where(here, 0.0))
             if cap is not None:
                 logits.mul_(cap)
             if not tile.first_in_row:
@@ -193,70 +133,53 @@ class TiledHead:
             weight = self.weight.tile(tile.v0, tile.v1, self.precision.gradient_operands)
             first = tile.first_in_row
             sums.add(tile.n0, tile.n1, self._operand(logits), weight, first=first, last=False)
-            if tile.last_in_row:
-                self._finish_hidden_slope(sums, found, tile)
-        return found, slope
+            if tile.last_in_row and self.group is None:
+                self._finish_hidden_slope(sums, found, tile.n0, tile.n1)
+        self._correct_(found)
+        if self.group is not None:
+            num_tokens = len(self.targets)
+            slope[:num_tokens].mul_(found.combine_(self.group)[:, None])
+            for start in range(0, num_tokens, self.grid.tokens):
+                stop = min(start + self.grid.tokens, num_tokens)
+                self._finish_hidden_slope(sums, found, start, stop)
+            dist.all_reduce(slope[:num_tokens], group=self.group)
+        return found, slope.to(hidden.dtype)
 
-    def _finish_hidden_slope(self, sums: RowSum, found: Statistics, tile: Tile) -> None:
-        tokens = slice(tile.n0, tile.n1)
-        total = found.sum_exp[tokens]
-        target_logit = found.target[tokens]
-        rest = -torch.expm1(target_logit - found.maximum[tokens] - total.log())
+    def _finish_hidden_slope(self, sums: RowSum, found: Statistics, start: int, stop: int) -> None:
+        tokens = slice(start, stop)
+        above = found.target[tokens] - found.maximum[tokens]
+        total = found.sum_exp[tokens] + above.exp()
+        rest = -torch.expm1(above - total.log())
         if self.logit_map.softcap is not None:
-            rest = rest * self.logit_map.cap_slope(target_logit[:, None], tile.n0).squeeze(1)
-        slope = self.logit_map.token_slope(tile.n0, tile.n1)
-        target_rows = self.weight.source.index_select(0, self.targets[tokens])
-        rows = sums.rows(tile.n0, tile.n1)
-        rows.mul_((-slope / total)[:, None]).addcmul_(target_rows.to(rows.dtype), (rest * slope)[:, None])
-        sums.finish(tile.n0, tile.n1)
+            rest = rest * self.logit_map.cap_slope(found.target[tokens, None], start).squeeze(1)
+        slope = self.logit_map.token_slope(start, stop)
+        ids, here = (part[tokens] for part in self._target_rows())
+        target_rows = self.weight.source.index_select(0, ids)
+        rows = sums.rows(start, stop)
+        rows.mul_((-slope / total).to(rows.dtype)[:, None])
+        rows.addcmul_(target_rows.to(rows.dtype), (rest * slope).where(here, 0.0).to(rows.dtype)[:, None])
+        sums.finish(start, stop)
 
-    def gradients(self, upstream: Upstream, needs: Needs, stash: Stash | None = None) -> Gradients:
-        """Recompute the tiles that no stash holds, and sum the gradients of all.
+    def gradients(self, upstream: Upstream, needs: Needs) -> Gradients:
+        """Recompute the tiles that the stash does not hold, and sum the gradients of all.
 
-        One product for the logits, one for hidden, one for the weight.
+        One product for the logits, one for hidden, one for the weight. The stash is lost.
         """
-        precision, num_tokens = self.precision, len(self.targets)
-        hidden, weight = self.hidden.source, self.weight.source
-        if num_tokens == 0:
+        if len(self.targets) == 0:
             return self._zero_gradients(needs)
         upstream, unscale = self._sloped(upstream)
-        # A 16-bit gradient is summed in float32: one tile of the outer side, and all of the inner, so the
-        # longer.
-        longer = precision.narrow and needs.hidden and num_tokens > len(weight)
-        vocab_outermost = stash is not None or (needs.weight and not longer)
-        found = Gradients()
-        hidden_sum = weight_sum = None
-        if needs.hidden:
-            # shards of the vocabulary add up their parts before anything is rounded
-            dtype = hidden.dtype if self.group is None else precision.wide
-            found.hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
-            held = num_tokens if vocab_outermost else self.grid.tokens
-            hidden_sum = RowSum(found.hidden[:num_tokens], held, precision, self.buffers, unscale)
-        if needs.weight:
-            if stash is None:
-                found.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            else:
-                found.weight = stash.weight_gradient
-            held = self.grid.vocab if vocab_outermost else len(weight)
-            apart = stash is not None
-            weight_sum = RowSum(found.weight, held, precision, self.buffers, unscale, apart=apart)
-        if needs.bias:
-            found.bias = hidden.new_zeros(len(weight), dtype=precision.wide)
-        if needs.temperatures:
-            found.temperatures = hidden.new_zeros(num_tokens, dtype=precision.wide)
-        for tile in self.grid.walk(vocab_outermost=vocab_outermost):
-            gradient = self._tile_gradient(tile, upstream, found.temperatures, stash)
-            if found.bias is not None:
+        found = self._empty_gradients(needs)
+        sums = GradientSums(
+            self.grid, found.hidden, found.weight, self.precision, self.buffers, unscale,
+            stashed=self.stash is not None, spare_bytes=self.spare_bytes,
+        )  # fmt: skip
+        for phase, tile in sums.walk():
+            whole = phase.inner and phase.outer
+            temperatures = found.temperatures if phase.inner else None
+            gradient = self._tile_gradient(tile, upstream, temperatures, self.stash if whole else None)
+            if found.bias is not None and phase.inner:
                 found.bias[tile.v0 : tile.v1] += gradient.sum(0)
-            operand = self._operand(gradient)
-            if hidden_sum is not None:
-                factor = self.weight.tile(tile.v0, tile.v1, precision.gradient_operands)
-                first, last = tile.first_in_row, tile.last_in_row
-                hidden_sum.add(tile.n0, tile.n1, operand, factor, first=first, last=last)
-            if weight_sum is not None:
-                factor = self.hidden.tile(tile.n0, tile.n1, precision.gradient_operands)
-                first, last = tile.first_in_column, tile.last_in_column
-                weight_sum.add(tile.v0, tile.v1, operand.T, factor, first=first, last=last)
+            sums.add(phase, tile, self._operand(gradient), self.hidden, self.weight)
         for part in (found.bias, found.temperatures):
             if part is not None and unscale is not None:
                 part.mul_(unscale)
@@ -264,16 +187,39 @@ class TiledHead:
             if found.hidden is not None:
                 spread_rows_(found.hidden, self.rows)
             if found.temperatures is not None:
-                found.temperatures = found.temperatures.new_zeros(len(hidden)).index_copy_(
+                found.temperatures = found.temperatures.new_zeros(len(self.hidden.source)).index_copy_(
                     0, self.rows, found.temperatures
                 )
         return found
 
+    def _empty_gradients(self, needs: Needs) -> Gradients:
+        """Memory for what is wanted; sums of bias and temperatures start at zero."""
+        hidden, weight, wide = self.hidden.source, self.weight.source, self.precision.wide
+        found = Gradients()
+        if needs.hidden:
+            # shards of the vocabulary add up their parts before anything is rounded
+            dtype = hidden.dtype if self.group is None else wide
+            found.hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
+        if needs.weight and self.stash is not None:
+            found.weight = self.stash.weight_gradient
+        elif needs.weight:
+            found.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if needs.bias:
+            found.bias = hidden.new_zeros(len(weight), dtype=wide)
+        if needs.temperatures:
+            found.temperatures = hidden.new_zeros(len(self.targets), dtype=wide)
+        return found
+
     def _zero_gradients(self, needs: Needs) -> Gradients:
         hidden, weight = self.hidden.source, self.weight.source
+        weight_gradient = None
+        if needs.weight:
+            weight_gradient = (
+                torch.zeros_like(weight) if self.stash is None else self.stash.weight_gradient.zero_()
+            )
         return Gradients(
             hidden=torch.zeros_like(hidden) if needs.hidden else None,
-            weight=torch.zeros_like(weight) if needs.weight else None,
+            weight=weight_gradient,
             bias=weight.new_zeros(len(weight)) if needs.bias else None,
             temperatures=hidden.new_zeros(len(hidden)) if needs.temperatures else None,
         )
@@ -285,7 +231,7 @@ class TiledHead:
 
         dz = g * 1_y - p * (g + h * (log p + H)) with g, h the upstream gradients of log-prob and entropy.
         """
-        held = None if stash is None else stash.held(tile)
+        held = None if stash is None else stash.held(tile, self.buffers)
         plain = upstream.entropy is None and temperatures is None and self.logit_map.softcap is None
         if held is not None and plain:
             return self._held_gradient(tile, upstream, *held)
@@ -295,17 +241,16 @@ class TiledHead:
         kept = None
         if temperatures is not None:
             kept = self.buffers.take("kept", logits.shape, logits.dtype).copy_(logits)
-        target_gradient = upstream.logp[tokens, None]
-        gradient = logits.sub_(upstream.log_sum_exp[tokens, None])
-        if upstream.entropy is None or upstream.entropy_value is None:
-            gradient.exp_().mul_(-target_gradient)
+        logp_gradient = upstream.logp[tokens, None]
+        gradient = logits.sub_(upstream.scores.log_sum_exp[tokens, None])
+        if upstream.entropy is None or upstream.scores.entropy is None:
+            gradient.exp_().mul_(-logp_gradient)
         else:
             entropy_gradient = upstream.entropy[tokens, None]
-            constant = target_gradient + entropy_gradient * upstream.entropy_value[tokens, None]
+            constant = logp_gradient + entropy_gradient * upstream.scores.entropy[tokens, None]
             probability = torch.exp(gradient, out=self.buffers.take("exp", logits.shape, logits.dtype))
             clamp_log_(gradient).mul_(-entropy_gradient).sub_(constant).mul_(probability)
-        column, here = target_columns(self.targets, tile, self.vocab_start)
-        gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
+        self._put_at_target(gradient, tile, upstream.at_target)
         if kept is not None and temperatures is not None:
             # A logit of -inf has no gradient; 0 * inf would make it NaN.
             kept.mul_(gradient).masked_fill_(gradient == 0, 0.0)
@@ -314,22 +259,26 @@ class TiledHead:
 
     def _held_gradient(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
         """g * (1_y - p) with p = exp(z - maximum) * exp(maximum - lse): one pass over the tile."""
-        target_gradient = upstream.logp[tile.n0 : tile.n1, None]
-        factor = (maximum - upstream.log_sum_exp[tile.n0 : tile.n1, None]).exp_().mul_(-target_gradient)
+        tokens = slice(tile.n0, tile.n1)
+        factor = (
+            (maximum - upstream.scores.log_sum_exp[tokens, None]).exp_().mul_(-upstream.logp[tokens, None])
+        )
         gradient = torch.mul(exp, factor, out=self.buffers.take("logits", exp.shape, self.precision.wide))
-        column, here = target_columns(self.targets, tile, self.vocab_start)
-        return gradient.scatter_add_(1, column, target_gradient.where(here, 0.0))
+        return self._put_at_target(gradient, tile, upstream.at_target)
 
     def _held_logits(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
         """Logits from exp(z - maximum). Where that is 0, so is p and any finite logit will do, but for the
         target: its gradient does not vanish with its p, and the soft-cap's slope needs its logit.
         """
-        assert upstream.target_logit is not None
         logits = self.buffers.take("logits", exp.shape, self.precision.wide).copy_(exp)
         clamp_log_(logits.log_()).add_(maximum)
+        return self._put_at_target(logits, tile, upstream.scores.target_logit)
+
+    def _put_at_target(self, plane: Tensor, tile: Tile, values: Tensor) -> Tensor:
+        """Overwrite a tile [n, v] by the tokens' values [N] where their targets lie in it."""
         column, here = target_columns(self.targets, tile, self.vocab_start)
-        target_logit = upstream.target_logit[tile.n0 : tile.n1, None]
-        return logits.scatter_(1, column, target_logit.where(here, logits.gather(1, column)))
+        chosen = torch.where(here, values[tile.n0 : tile.n1, None], plane.gather(1, column))
+        return plane.scatter_(1, column, chosen)
 
     def _cap_slope(self, logits: Tensor, tile: Tile) -> Tensor | None:
         if self.logit_map.softcap is None:
@@ -364,18 +313,4 @@ class TiledHead:
             )
             unscale = torch.where(largest.isfinite() & (largest > 0), largest / 1024, 1.0)
             logp, entropy = logp / unscale, None if entropy is None else entropy / unscale
-        return replace(upstream, logp=logp, entropy=entropy), unscale
-
-
-def reduce_and_cast(found: Gradients, inputs: HeadInputs) -> Gradients:
-    """Add up the parts of vocabulary shards, and give every gradient its input's dtype."""
-    parts = (found.hidden, found.weight, found.bias, found.temperatures)
-    if inputs.settings.group is not None:
-        for part in (found.hidden, found.temperatures):
-            if part is not None:
-                dist.all_reduce(part, group=inputs.settings.group)
-    dtypes = (None if tensor is None else tensor.dtype for tensor in inputs[:4])
-    hidden, weight, bias, temperatures = (
-        None if part is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)
-    )
-    return Gradients(hidden, weight, bias, temperatures)
+        return Upstream(logp, entropy, upstream.scores), unscale

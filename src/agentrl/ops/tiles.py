@@ -1,4 +1,4 @@
-"""Tiles of the head's [N, V] plane: their sizes, their factors in the right precision, their sums."""
+"""Tiles of the head's [N, V] plane: their sizes, their factors in the right precision."""
 
 # N tokens, V vocabulary, D width; n, v the sides of one tile
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -18,8 +19,6 @@ LogitPrecision = Literal["float32", "input"]
 # 4096 x 4096 to give every multiprocessor several blocks.
 CPU_TILE_BYTES = 8 << 20
 CUDA_TILE_BYTES = 64 << 20
-# Rows added at a time where dtypes differ: PyTorch widens the addend in memory of its own.
-_BLOCK = 128
 
 
 def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: int, width: int) -> int:
@@ -47,6 +46,11 @@ class Precision:
     def wide(self) -> torch.dtype:
         """Where sums, statistics and the tile itself live: float32, or float64 for float64 inputs."""
         return torch.float64 if self.inputs == torch.float64 else torch.float32
+
+    @property
+    def exact(self) -> torch.dtype:
+        """Where a token's single numbers are computed: float64, or float32 on a device that has none."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
 
     @property
     def narrow(self) -> bool:
@@ -113,6 +117,8 @@ class Tile:
 class Grid:
     """How [num_tokens, vocabulary] is cut: `tokens` by `vocab` at most, in tiles of nearly equal size.
 
+    No tile reaches across one of `token_cuts` or `vocab_cuts`.
+
     >>> float32 = Precision(torch.float32, torch.device("cpu"), "float32")
     >>> grid = Grid.fit(3000, 5000, 64, 4 << 20, float32)
     >>> grid.tokens, grid.vocab, len(list(grid.walk(vocab_outermost=True)))
@@ -123,6 +129,8 @@ class Grid:
     num_vocab: int
     tokens: int
     vocab: int
+    token_cuts: tuple[int, ...] = ()
+    vocab_cuts: tuple[int, ...] = ()
 
     @staticmethod
     def fit(
@@ -132,33 +140,42 @@ class Grid:
         tile_bytes: int,
         precision: Precision,
         *,
-        stash: bool = False,
+        sums_apart: bool = False,
+        token_cuts: tuple[int, ...] = (),
     ) -> "Grid":
         """The squarest tile of at most `tile_bytes`, longer along one side where the other is short.
 
         Copied factors, up to [n, D] of hidden and for 16-bit inputs [v, D] of the weight, stay about as small
-        as the tile, and so do sums [v, D] beside a stash, whose tiles have at most D tokens.
+        as the tile, and so do sums [v, D] of the weight's gradient that have memory of their own.
         """
         cells = max(1, tile_bytes // precision.wide.itemsize)
-        longest = min(num_tokens, max(1, 2 * cells // width), width if stash else num_tokens)
+        longest = min(num_tokens, max(1, 2 * cells // width))
         tokens = max(1, min(math.isqrt(cells), longest))
-        copied = max(1, cells // width) if precision.narrow or stash else num_vocab
+        copied = max(1, cells // width) if precision.narrow or sums_apart else num_vocab
         vocab = max(1, min(num_vocab, cells // tokens, copied))
         tokens = max(1, min(longest, cells // vocab))
-        return Grid(num_tokens, num_vocab, _even(num_tokens, tokens), _even(num_vocab, vocab))
+        return Grid(num_tokens, num_vocab, tokens, _even(num_vocab, vocab), token_cuts)
 
     def walk(self, *, vocab_outermost: bool) -> Iterator[Tile]:
         """The tiles, column after column (vocabulary outermost) or row after row."""
-        rows = range(0, self.num_tokens, self.tokens)
-        columns = range(0, self.num_vocab, self.vocab)
+        rows = _spans(self.num_tokens, self.tokens, self.token_cuts)
+        columns = _spans(self.num_vocab, self.vocab, self.vocab_cuts)
         order = (
-            ((n, v) for v in columns for n in rows)
+            ((*n, *v) for v in columns for n in rows)
             if vocab_outermost
-            else ((n, v) for n in rows for v in columns)
+            else ((*n, *v) for n in rows for v in columns)
         )
-        for n, v in order:
-            n1, v1 = min(n + self.tokens, self.num_tokens), min(v + self.vocab, self.num_vocab)
-            yield Tile(n, n1, v, v1, v == 0, v1 == self.num_vocab, n == 0, n1 == self.num_tokens)
+        for n0, n1, v0, v1 in order:
+            yield Tile(n0, n1, v0, v1, v0 == 0, v1 == self.num_vocab, n0 == 0, n1 == self.num_tokens)
+
+
+def _spans(total: int, at_most: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
+    """[start, stop) of parts of nearly equal size, none across a cut."""
+    found = []
+    for start, stop in pairwise(sorted({0, *cuts, total})):
+        size = _even(stop - start, at_most)
+        found += [(part, min(part + size, stop)) for part in range(start, stop, size)]
+    return found
 
 
 def _even(total: int, at_most: int) -> int:
@@ -210,82 +227,3 @@ class Factor:
             out.copy_(self.tile(start, stop, self.source.dtype))
         self.held[dtype] = (start, stop, out)
         return out
-
-
-class RowSum:
-    """A gradient [R, D] as a sum of products, accumulated in the wide dtype and cast once.
-
-    Wide gradients are summed where they stand, unless `apart`, where their memory is still in use. 16-bit
-    ones are summed in a float32 buffer of `held` rows: one tile where a tile's products follow each other,
-    else all rows.
-    """
-
-    def __init__(
-        self,
-        gradient: Tensor,
-        held: int,
-        precision: Precision,
-        buffers: Buffers,
-        unscale: Tensor | None = None,
-        *,
-        apart: bool = False,
-    ) -> None:
-        self.gradient = gradient
-        self.precision = precision
-        self.buffers = buffers
-        self.unscale = unscale  # divides out the factor that kept float16 products in range
-        self.sums = gradient
-        self.all_rows = held >= gradient.shape[0]
-        if apart or gradient.dtype != precision.wide:
-            self.sums = torch.empty(held, gradient.shape[1], dtype=precision.wide, device=gradient.device)
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """The running sums of rows [start, stop), in the wide dtype."""
-        whole = self.sums is self.gradient or self.all_rows
-        return self.sums[start:stop] if whole else self.sums[: stop - start]
-
-    def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool, last: bool) -> None:
-        """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there, the last finishes.
-
-        On CPU a 16-bit product is rounded once, from its float32 sums; a single one is the gradient itself.
-        """
-        on_cuda = self.precision.device.type == "cuda"
-        if first and last and lhs.dtype == self.gradient.dtype and self.unscale is None and not on_cuda:
-            torch.mm(lhs, rhs, out=self.gradient[start:stop])
-            return
-        sums = self.rows(start, stop)
-        if lhs.dtype == sums.dtype:
-            torch.mm(lhs, rhs, out=sums) if first else sums.addmm_(lhs, rhs)
-        elif on_cuda and first:
-            torch.mm(lhs, rhs, out_dtype=sums.dtype, out=sums)
-        elif on_cuda:
-            part = self.buffers.take("part", sums.shape, sums.dtype)
-            sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
-        else:
-            part = torch.mm(lhs, rhs, out=self.buffers.take("part", sums.shape, lhs.dtype))
-            for total, term in zip(sums.split(_BLOCK), part.split(_BLOCK), strict=True):
-                total.copy_(term) if first else total.add_(term)
-        if last:
-            self.finish(start, stop)
-
-    def finish(self, start: int, stop: int) -> None:
-        """Cast rows [start, stop) to the gradient's dtype once their last product is in."""
-        if self.unscale is not None:
-            self.rows(start, stop).mul_(self.unscale)
-        if self.sums is not self.gradient:
-            self.gradient[start:stop].copy_(self.rows(start, stop))
-
-
-def spread_rows_(compact: Tensor, rows: Tensor) -> None:
-    """Move the first len(rows) rows of compact [N, D] to positions `rows` (ascending); others become zero.
-
-    Works in place, last block first: rows[i] >= i, so no block overwrites one that still has to move.
-    """
-    num_rows = len(rows)
-    compact[num_rows:].zero_()
-    block = max(1, (1 << 20) // max(1, compact.shape[1] * compact.element_size()))
-    for stop in range(num_rows, 0, -block):
-        start = max(0, stop - block)
-        moving = compact[start:stop].clone()
-        compact[start:stop].zero_()
-        compact[rows[start:stop]] = moving

@@ -1,0 +1,227 @@
+"""Gradients of hidden and weight, summed over tiles: in the wide dtype, in no memory but their own."""
+
+# N tokens that take part, V vocabulary, D width; R rows of one gradient; n, v the sides of one tile
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, Tile
+
+# Rows added at a time where dtypes differ: PyTorch widens the addend in memory of its own.
+_BLOCK = 128
+# Moved at a time where rows change their place within one memory.
+_MOVED_BYTES = 1 << 20
+
+
+class RowSum:
+    """A gradient [R, D] as a sum of products, accumulated in the wide dtype and cast once.
+
+    `sums` are the running sums: the gradient itself; one tile of rows, where a tile's products follow each
+    other; or all rows, in pieces. The first piece may lie in the memory of the gradient: rows are finished in
+    ascending order, and a 16-bit row ends before the sums of later rows begin.
+    """
+
+    def __init__(
+        self,
+        gradient: Tensor,
+        sums: Sequence[Tensor],
+        precision: Precision,
+        buffers: Buffers,
+        unscale: Tensor | None = None,
+    ) -> None:
+        self.gradient = gradient
+        self.sums = sums
+        self.precision = precision
+        self.buffers = buffers
+        self.unscale = unscale  # divides out the factor that kept float16 products in range
+        self.one_tile = sum(map(len, sums)) < len(gradient)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The running sums of rows [start, stop), none across the end of a piece, in the wide dtype."""
+        if self.one_tile:
+            return self.sums[0][: stop - start]
+        for piece in self.sums:
+            if start < len(piece):
+                return piece[start:stop]
+            start, stop = start - len(piece), stop - len(piece)
+        raise AssertionError("these rows have no sums")
+
+    def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool, last: bool) -> None:
+        """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there, the last finishes.
+
+        On CPU a 16-bit product is rounded once, from its float32 sums; a single one is the gradient itself.
+        """
+        on_cuda = self.precision.device.type == "cuda"
+        if first and last and lhs.dtype == self.gradient.dtype and self.unscale is None and not on_cuda:
+            torch.mm(lhs, rhs, out=self.gradient[start:stop])
+            return
+        sums = self.rows(start, stop)
+        if lhs.dtype == sums.dtype:
+            torch.mm(lhs, rhs, out=sums) if first else sums.addmm_(lhs, rhs)
+        elif on_cuda and first:
+            torch.mm(lhs, rhs, out_dtype=sums.dtype, out=sums)
+        elif on_cuda:
+            part = self.buffers.take("part", sums.shape, sums.dtype)
+            sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
+        else:
+            part = torch.mm(lhs, rhs, out=self.buffers.take("part", sums.shape, lhs.dtype))
+            for total, term in zip(sums.split(_BLOCK), part.split(_BLOCK), strict=True):
+                total.copy_(term) if first else total.add_(term)
+        if last:
+            self.finish(start, stop)
+
+    def finish(self, start: int, stop: int) -> None:
+        """Cast rows [start, stop) to the gradient's dtype once their last product is in."""
+        sums, gradient = self.rows(start, stop), self.gradient[start:stop]
+        if self.unscale is not None:
+            sums.mul_(self.unscale)
+        if self.sums[0] is self.gradient:
+            return
+        if self.sums[0].data_ptr() != self.gradient.data_ptr():
+            gradient.copy_(sums)
+            return
+        block = _rows_of(_MOVED_BYTES, sums)
+        for total, row in zip(sums.split(block), gradient.split(block), strict=True):
+            # by way of other memory: a row may overlap its own sums
+            row.copy_(self.buffers.take("cast", total.shape, row.dtype).copy_(total))
+
+
+class Phase(NamedTuple):
+    """A walk over part of the outer side, tokens or vocabulary, and which gradients it adds to."""
+
+    start: int
+    stop: int
+    inner: bool
+    outer: bool
+
+
+class GradientSums:
+    """The gradients of hidden [N, D] and of the weight [V, D], summed over the tiles of a grid.
+
+    The gradient of the outer loop's side is summed one tile of rows at a time. Every outer tile adds to all
+    rows of the other, the inner gradient. Where that has 16 bits, its float32 sums take the memory of both:
+    its own, which holds the sums of half of its rows, and the last rows of the outer gradient, as many as the
+    inner one has, which are the last to be written. The tiles of those are computed twice: for the inner
+    gradient, and once that is finished, for the outer.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        precision: Precision,
+        buffers: Buffers,
+        unscale: Tensor | None,
+        *,
+        stashed: bool,
+        spare_bytes: int,
+    ) -> None:
+        """`hidden` (at least N rows) and `weight` are the gradients, unwritten; None where not wanted.
+
+        `stashed`: the weight's gradient holds exponentials until each of its tiles is written. Inner sums of
+        at most `spare_bytes` have memory of their own.
+        """
+        longer = precision.narrow and hidden is not None and grid.num_tokens > grid.num_vocab
+        if longer and not stashed:  # a tile's tokens have sums of their own beside their copies
+            grid = replace(grid, tokens=max(1, grid.tokens // 2))
+        self.grid = grid
+        self.vocab_outermost = stashed or (weight is not None and not longer)
+        sides = (weight, grid.num_vocab, grid.vocab), (hidden, grid.num_tokens, grid.tokens)
+        (outer, outer_rows, tile_rows), (inner, inner_rows, _) = (
+            sides if self.vocab_outermost else sides[::-1]
+        )
+        self.phases = [Phase(0, outer_rows, inner=True, outer=True)]
+        sums: list[RowSum | None] = [None, None]
+        if outer is not None:
+            found = outer[:outer_rows]
+            held = [found]
+            if found.dtype != precision.wide or stashed:
+                held = [found.new_empty(tile_rows, found.shape[1], dtype=precision.wide)]
+            sums[0] = RowSum(found, held, precision, buffers, unscale)
+        if inner is not None:
+            found = inner[:inner_rows]
+            held = [found]
+            if found.dtype != precision.wide:
+                size = inner_rows * found.shape[1] * precision.wide.itemsize
+                needed = 2 * (inner_rows - len(inner) // 2)  # 16-bit rows; one too many if N = V is odd
+                if outer is None or size <= spare_bytes or needed > len(outer):
+                    held = [found.new_empty(found.shape, dtype=precision.wide)]
+                else:
+                    held = self._borrow(inner, outer, inner_rows, precision.wide)
+            sums[1] = RowSum(found, held, precision, buffers, unscale)
+        self.weight, self.hidden = sums if self.vocab_outermost else sums[::-1]
+
+    def _borrow(self, inner: Tensor, outer: Tensor, inner_rows: int, wide: torch.dtype) -> list[Tensor]:
+        """Memory for `inner_rows` rows of sums; cuts the grid between its pieces, the walk into phases."""
+        width, num_outer = inner.shape[1], self.phases[0].stop
+        first = min(inner_rows, len(inner) // 2)
+        row_bytes, rest = width * wide.itemsize, inner_rows - first
+        own, lent = (part.view(-1).view(torch.uint8) for part in (inner, outer))
+        start = (len(lent) - rest * row_bytes) // wide.itemsize * wide.itemsize
+        pieces = own[: first * row_bytes], lent[start : start + rest * row_bytes]
+        if self.vocab_outermost:
+            self.grid = replace(self.grid, token_cuts=(*self.grid.token_cuts, first))
+        else:
+            self.grid = replace(self.grid, vocab_cuts=(first,))
+        lent_row = start // (width * outer.element_size())
+        split = next(
+            (begin for begin, end in map(self._outer_span, self._walk()) if end > lent_row), num_outer
+        )
+        self.phases = [
+            Phase(0, split, inner=True, outer=True),
+            Phase(split, num_outer, inner=True, outer=False),
+            Phase(split, num_outer, inner=False, outer=True),
+        ]
+        return [piece.view(wide).view(-1, width) for piece in pieces if len(piece)]
+
+    def _walk(self) -> Iterator[Tile]:
+        return self.grid.walk(vocab_outermost=self.vocab_outermost)
+
+    def _outer_span(self, tile: Tile) -> tuple[int, int]:
+        return (tile.v0, tile.v1) if self.vocab_outermost else (tile.n0, tile.n1)
+
+    def walk(self) -> Iterator[tuple[Phase, Tile]]:
+        """The tiles, in the order in which they must be added."""
+        for phase in self.phases:
+            for tile in self._walk():
+                if phase.start <= self._outer_span(tile)[0] < phase.stop:
+                    yield phase, tile
+
+    def add(self, phase: Phase, tile: Tile, gradient: Tensor, hidden: Factor, weight: Factor) -> None:
+        """Add the products of a tile of d loss / d raw product [n, v] that its phase asks for."""
+        into_weight, into_hidden = phase.outer, phase.inner
+        if not self.vocab_outermost:
+            into_weight, into_hidden = into_hidden, into_weight
+        if self.hidden is not None and into_hidden:
+            factor = weight.tile(tile.v0, tile.v1, gradient.dtype)
+            first, last = tile.first_in_row, tile.last_in_row
+            self.hidden.add(tile.n0, tile.n1, gradient, factor, first=first, last=last)
+        if self.weight is not None and into_weight:
+            factor = hidden.tile(tile.n0, tile.n1, gradient.dtype)
+            first, last = tile.first_in_column, tile.last_in_column
+            self.weight.add(tile.v0, tile.v1, gradient.T, factor, first=first, last=last)
+
+
+def _rows_of(num_bytes: int, tensor: Tensor) -> int:
+    """How many rows of a tensor [R, D] take about so many bytes."""
+    return max(1, num_bytes // max(1, tensor.shape[1] * tensor.element_size()))
+
+
+def spread_rows_(compact: Tensor, rows: Tensor) -> None:
+    """Move the first len(rows) rows of compact [N, D] to positions `rows` (ascending); others become zero.
+
+    Works in place, last block first: rows[i] >= i, so no block overwrites one that still has to move.
+    """
+    num_rows = len(rows)
+    compact[num_rows:].zero_()
+    block = _rows_of(_MOVED_BYTES, compact)
+    for stop in range(num_rows, 0, -block):
+        start = max(0, stop - block)
+        moving = compact[start:stop].clone()
+        compact[start:stop].zero_()
+        compact[rows[start:stop]] = moving
