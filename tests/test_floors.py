@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "gym": (0, ("tasks", "plain", "system_calls", "confine", "job", "watch", "jail", "server",
+    "gym": (0, ("tasks", "plain", "system_calls", "confine", "job", "unshared", "watch", "jail", "server",
                 "sandbox", "env", "tokenizer", "rewrites", "programs", "demonstrations", "instructions")),
     "curriculum": (0, ("pass_rate", "rules", "table", "evidence", "sampler", "presets")),
     "plan": (

@@ -49,7 +49,7 @@ def error_of(sandbox: Sandbox, source: str) -> str:
 
 
 def has_root(sandbox: Sandbox) -> bool:
-    """Whether an empty folder is the root of the file system; if not, nothing may be written."""
+    """Whether an empty folder is the root of the file system; if not, nothing may be opened."""
     (outcome,) = sandbox.call("import os\ndef f(): return os.path.exists('/proc')", "f", [()])
     return outcome.value is False
 

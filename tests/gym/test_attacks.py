@@ -19,6 +19,7 @@ from tests.gym.conftest import (
     warm_parent,
 )
 
+from agentrl.gym.confine import SCRATCH_FILES
 from agentrl.gym.sandbox import Limits, Outcome, Sandbox, same_value
 
 
@@ -143,7 +144,9 @@ def test_there_is_nothing_to_read(sandbox: Sandbox) -> None:
 import os
 def f(path):
     if path == "environment": return dict(os.environ)
-    if path == "here": return os.listdir(".")
+    if path == "here":
+        try: return os.listdir(".")
+        except PermissionError: return []
     if path == "write":
         with open("note", "w") as file: file.write("x")
         with open("note") as file: return file.read()
@@ -160,6 +163,7 @@ def f(path):
         assert read == ["FileNotFoundError"] * len(secret)
     else:
         assert write is None
+        assert read == ["PermissionError"] * len(secret)
     assert run(sandbox, source, "here")[0].value == []
 
 
@@ -254,3 +258,62 @@ def test_without_its_wall_an_attack_would_succeed(open_folder: Path) -> None:
         with Sandbox(LIMITS, without=without) as sandbox:
             (outcome,) = sandbox.call(source, "f", [(str(target),)])
         assert (outcome.ok, target.exists()) == (is_written, is_written)
+
+
+@pytest.mark.skipif(not may_change_user(), reason="refused: nothing would stop a fork bomb")
+def test_a_signal_without_a_name_is_a_crash_like_others() -> None:
+    with Sandbox(LIMITS, without=("namespaces", "filter")) as sandbox:
+        error = error_of(sandbox, "import os\ndef f(x): os.kill(os.getpid(), 40)")
+    assert error == "process crashed (signal 40)"
+
+
+def test_an_exception_whose_type_has_no_name_is_an_error(sandbox: Sandbox) -> None:
+    source = """
+class Meta(type):
+    @property
+    def __name__(cls): raise SystemExit
+class Odd(Exception, metaclass=Meta): pass
+def f(x):
+    if x == 1: raise Odd
+    return x
+"""
+    assert [o.value or o.error for o in run(sandbox, source, 1, 2)] == ["exception: (no message)", 2]
+
+
+@pytest.mark.skipif(not may_change_user(), reason="refused: nothing would stop a fork bomb")
+def test_folders_of_any_depth_and_mode_are_removed() -> None:
+    source = """
+import os
+def f(x):
+    for _ in range(x):
+        os.mkdir("d")
+        os.mkdir("shut", 0)
+        os.symlink("/", "link")
+        os.chdir("d")
+"""
+    for without in (("filter",), ("namespaces", "filter")):
+        with Sandbox(Limits(cpu_seconds=5), cache_size=0, without=without) as sandbox:
+            sandbox.call(source, "f", [(1200,)])
+            parent = warm_parent(sandbox)
+            run(sandbox, SANE)
+            assert warm_parent(sandbox) == parent
+            own = sandbox._parent  # pyright: ignore[reportPrivateUsage]
+            assert own
+            at_rest(sandbox)
+            assert len(list(Path(own.base).iterdir())) <= 1  # the spare's
+        assert not Path(own.base).exists()
+
+
+def test_files_are_few() -> None:
+    source = """
+def f(x):
+    for i in range(x):
+        try: open(str(i), "w").close()
+        except OSError: return i
+    return x
+"""
+    with Sandbox(Limits(cpu_seconds=5)) as sandbox:
+        (outcome,) = sandbox.call(source, "f", [(2 * SCRATCH_FILES,)])
+        if num_own(sandbox) == 3:  # it has namespaces, and so a file system of its own
+            assert isinstance(outcome.value, int)
+            assert SCRATCH_FILES / 2 < outcome.value < SCRATCH_FILES

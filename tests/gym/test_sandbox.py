@@ -114,5 +114,30 @@ def test_bad_input_is_a_value_error() -> None:
             sandbox.call(SANE, "f", [(object(),)])
     with pytest.raises(ValueError, match="cpu_seconds"):
         Limits(cpu_seconds=0)
+    for bad in ({"memory_bytes": 1e6}, {"memory_bytes": 1 << 70}, {"processes": True}, {"timeouts": 0},
+                {"wall_seconds": 1e9}, {"cpu_seconds": float("nan")}, {"open_files": 3}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+            Limits(**bad)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="cache_size"):
         Sandbox(cache_size=-1)
+
+
+def test_extreme_limits_are_kept_to() -> None:
+    with Sandbox(cache_size=0) as sandbox:
+        for limits in (
+            Limits(cpu_seconds=1e6, wall_seconds=1e6),
+            Limits(memory_bytes=1 << 62, file_bytes=1 << 62, result_bytes=1 << 62, timeouts=1 << 62),
+            Limits(memory_bytes=1 << 20, open_files=4, result_bytes=1, timeouts=1),
+        ):
+            sandbox.limits = limits
+            for _ in range(2):  # from a child of its own, and from a spare
+                assert run(sandbox, "def f(x): return x", 7) == [Outcome(True, 7, "")]
+        forged = "import os\ndef f(x): os.write(3, b'V\\0\\0\\0\\x02' + b'77')"
+        assert error_of(sandbox, forged) == "result too large"
+
+
+def test_long_answers_are_not_kept() -> None:
+    with Sandbox(LIMITS) as sandbox:
+        for num_runs in (1, 2):
+            assert sandbox.call("def f(): return 'x' * 20_000", "f", [()])[0].ok
+            assert sandbox.num_runs == num_runs

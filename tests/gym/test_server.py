@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.gym.conftest import LIMITS, SANE, descendants, run
 
-from agentrl.gym.sandbox import Sandbox
+from agentrl.gym.sandbox import Limits, Sandbox
 
 
 def test_a_killed_parent_is_replaced(sandbox: Sandbox) -> None:
@@ -23,15 +23,15 @@ def test_a_killed_parent_is_replaced(sandbox: Sandbox) -> None:
 
 
 def test_nothing_is_left() -> None:
-    before = descendants()
     sandbox = Sandbox(LIMITS)
     sandbox.call("while True: pass", "f", [()])
     parent = sandbox._parent  # pyright: ignore[reportPrivateUsage]
     assert parent
-    assert descendants() > before
+    own = {parent.process.pid, *descendants(parent.process.pid)}
+    assert own <= descendants()
     del sandbox
     gc.collect()
-    assert descendants() == before
+    assert not own & descendants()
     assert not Path(parent.base).exists()
 
 
@@ -104,3 +104,61 @@ assert os.waitpid(pid, 0)[1] != 0
 """
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     subprocess.run([sys.executable, "-S", "-c", code], env=env, check=True)
+
+
+def run_alone(code: str) -> str:
+    """What an interpreter of its own prints, with a sandbox imported."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    code = f"from agentrl.gym.sandbox import *\nSANE = {SANE!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_what_the_owner_ignores_or_blocks_changes_nothing() -> None:
+    source = """
+import signal
+def f(x):
+    ignored = [int(n) for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN]
+    return ignored, len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+    code = f"""
+import signal
+for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM, signal.SIGABRT):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+with Sandbox() as s: print(s.call({source!r}, "f", [(1,)])[0].value)
+"""
+    assert run_alone(code) == "([2, 13, 25], 0)"
+
+
+def test_a_parent_that_cannot_start_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    code = f"""
+import os, sys, tempfile
+tempfile.tempdir = {str(tmp_path)!r}
+for sys.executable in ("/nowhere/python", "/bin/false"):
+    try: Sandbox().call(SANE, "f", [(1,)])
+    except OSError as error: print(error)
+"""
+    missing, failing = run_alone(code).splitlines()
+    assert "/nowhere/python" in missing
+    assert failing.startswith("the sandbox's warm parent process could not start: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_copy_of_a_busy_sandbox_can_be_closed() -> None:
+    with Sandbox(LIMITS) as sandbox:
+        sandbox._lock.acquire()  # pyright: ignore[reportPrivateUsage]
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            sandbox.close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        sandbox._lock.release()  # pyright: ignore[reportPrivateUsage]
+
+
+def test_large_arguments_take_time_in_proportion() -> None:
+    """In CPU time of the child: 32 MB, which quadratic reading would take half a minute for."""
+    with Sandbox(Limits(cpu_seconds=10, memory_bytes=1 << 30), cache_size=0) as sandbox:
+        cases = [("x" * 1_000_000,)] * 32
+        assert [o.value for o in sandbox.call("def f(x): return len(x)", "f", cases)] == [1_000_000] * 32

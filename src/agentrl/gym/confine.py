@@ -1,5 +1,6 @@
 """Confinement: everything that a process gives up before it runs code that nobody trusts."""
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -8,7 +9,7 @@ import resource
 import signal
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from agentrl.gym.system_calls import SystemCallFilter
 
@@ -19,6 +20,9 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS =
 NOBODY = 65534
 CAPABILITY_VERSION_3 = 0x20080522
 SCRATCH_BYTES = 64 << 20  # all files of a run together, where its folder is in memory
+SCRATCH_FILES = 4096  # likewise, folders included
+LEAST_FILES = 4  # open when a job starts
+MOST_SECONDS, MOST_BYTES = 10**6, 1 << 62  # that the kernel's interfaces can tell
 WALLS = ("namespaces", "root", "user", "filter")  # limits on resources always hold
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,12 +48,14 @@ class Limits:
     timeouts: int = 2  # of one call; the cases after the last one are not run
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        if self.open_files < 4:
-            raise ValueError(f"open_files must be at least 4, the open ones, got {self.open_files}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = LEAST_FILES if field.name == "open_files" else 0
+            most = MOST_SECONDS if field.type is float else MOST_BYTES
+            if not (type(value) in {int, field.type} and 0 < value <= most and value >= least):
+                kind = "seconds" if field.type is float else "a whole number"
+                above = f"at least {least}" if least else "positive"
+                raise ValueError(f"{field.name} must be {kind}, {above} and at most {most}, got {value!r}")
 
 
 def _call(name: str, *args: int | bytes | None) -> None:
@@ -110,7 +116,7 @@ def mount_scratch(folder: str) -> None:
     """
     unshare(CLONE_NEWNS)
     _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)  # or others would see it
-    options = f"mode=0711,size={SCRATCH_BYTES}".encode()
+    options = f"mode=0711,size={SCRATCH_BYTES},nr_inodes={SCRATCH_FILES}".encode()
     _call("mount", b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
 
 
@@ -152,7 +158,8 @@ class Walls:
 
     def __init__(self, without: Collection[str] = ()) -> None:
         self._has_root_wall = "root" not in without
-        self._filter = None if "filter" in without else SystemCallFilter()
+        found = SystemCallFilter()
+        self._filter = found if "filter" not in without and found.is_supported else None
         self.changes_user = os.getuid() == 0 and "user" not in without
         with open("/proc/self/statm") as file:
             self._base_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -181,9 +188,12 @@ class Walls:
         """Confine this process, in the order that lets each step still happen.
 
         The working directory becomes the root of the file system where the kernel allows it; where it does
-        not, the filter of system calls lets no file be written. Raises OSError when a step fails that never
+        not, the filter of system calls lets no file be opened. Raises OSError when a step fails that never
         should, and where nothing would stop a fork bomb.
         """
+        if self._filter is None:  # which would refuse them
+            with contextlib.suppress(OSError):
+                unshare(CLONE_NEWIPC)  # shared memory and the like would wait for the next job
         has_root = self._has_root_wall and self._change_root()
         if self.changes_user:
             self._become_nobody()

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from agentrl.gym import confine, job
 from agentrl.gym.confine import Bounds, Limits, Walls
-from agentrl.gym.watch import RESULT, Answer, watch
+from agentrl.gym.unshared import Unshared
+from agentrl.gym.watch import watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,9 @@ class Cell:
     jobs: int  # the pipe that brings its job
     results: int  # the pipe of what it sends
 
-    def give(self, text: bytes, num_skipped: int, max_bytes: int) -> None:
+    def give(self, text: Unshared, num_skipped: int, max_bytes: int) -> None:
         """Hand the job over; BrokenPipeError from a child that is no more."""
-        job.write_all(self.jobs, job.JOB_HEADER.pack(len(text), num_skipped, max_bytes) + text)
+        text.write(self.jobs, job.JOB_HEADER.pack(text.size, num_skipped, max_bytes))
 
 
 class Jail:
@@ -48,25 +49,26 @@ class Jail:
         self._used: Cell | None = None  # killed, and perhaps not yet gone
         self._spare: Cell | None = None
 
-    def call(self, text: bytes, num_cases: int, limits: Limits) -> list[Answer]:
-        """One answer a case; a case that ends its child costs the later ones only a new child."""
+    def call(self, text: Unshared, answers: Unshared, num_cases: int, limits: Limits) -> None:
+        """Put one answer a case into `answers`; a case that ends its child costs the later ones a new child.
+
+        Where cases are left over, the last answer is theirs too.
+        """
         self._bounds = bounds = self._walls.bounds(limits, num_cases)
-        answers: list[Answer] = []
-        num_timeouts = 0
-        while len(answers) < num_cases:
-            num_left = num_cases - len(answers)
+        num_answers = num_timeouts = 0
+        while num_answers < num_cases:
             if num_timeouts >= limits.timeouts:
-                return answers + [(answers[-1][0], "not run after too many timeouts")] * num_left
-            cell = self._start(text, len(answers), bounds, limits.result_bytes)
+                answers.add(job.frame(job.ERROR, "not run after too many timeouts"))
+                return
+            cell = self._start(text, num_answers, bounds, limits.result_bytes)
             try:
-                loaded, got = watch(cell.pid, cell.results, num_left, limits)
+                watched = watch(cell.pid, cell.results, answers, num_cases - num_answers, limits)
             finally:
                 self._kill(cell)
-            if not loaded:  # the same would happen to every case
-                return answers + got * num_left
-            answers += got
-            num_timeouts += got[-1][1] == "timeout" and got[-1][0] != RESULT
-        return answers
+            if not watched.loaded:  # the same would happen to every case
+                return
+            num_answers += watched.num_answers
+            num_timeouts += watched.timed_out
 
     def renew(self) -> None:
         """See the last child off, and have the next one ready for a call with the same bounds."""
@@ -85,7 +87,7 @@ class Jail:
             self._end(self._spare)
             self._spare = None
 
-    def _start(self, text: bytes, num_skipped: int, bounds: Bounds, max_bytes: int) -> Cell:
+    def _start(self, text: Unshared, num_skipped: int, bounds: Bounds, max_bytes: int) -> Cell:
         """A child that has the job: the spare, if it is confined as it should be and alive."""
         self._clear()
         spare, self._spare = self._spare, None
@@ -124,6 +126,9 @@ class Jail:
         try:
             os.setsid()
             os.chdir(scratch)
+            null = os.open(os.devnull, os.O_RDWR)  # its own: flags of one that is shared would outlive it
+            for fd in range(3):
+                os.dup2(null, fd)
             os.dup2(result_end, job.RESULT_FD)
             os.dup2(job_end, job.JOB_FD)
             os.closerange(job.JOB_FD + 1, 256)
@@ -176,17 +181,34 @@ class Jail:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder with all that is in it, as far as that is possible; no link is followed."""
-    try:
-        os.rmdir(path)
-    except OSError:  # not empty
-        for _, folders, files, fd in os.fwalk(path, topdown=False):
-            for name in folders + files:  # a link to a folder is listed among the folders
-                for remove in (os.unlink, os.rmdir):
-                    with contextlib.suppress(OSError):
-                        remove(name, dir_fd=fd)
+    """Remove a folder with all that is in it, as far as that is possible; no link is followed.
+
+    Folders in it are moved beside it first, so that no depth, and no length of a path, is too much.
+    """
+    waiting, num_moved = [path], 0
+    while waiting:
+        folder = waiting.pop()
+        try:
+            os.rmdir(folder)
+            continue
+        except OSError:  # not empty
+            pass
+        names: list[str] = []
         with contextlib.suppress(OSError):
-            os.rmdir(path)
+            os.chmod(folder, 0o700)
+            names = os.listdir(folder)
+        for name in names:
+            inner = f"{folder}/{name}"
+            try:
+                os.unlink(inner)
+            except OSError:  # a folder
+                num_moved += 1
+                with contextlib.suppress(OSError):
+                    os.chmod(inner, 0o700)
+                    os.rename(inner, f"{path}-{num_moved}")
+                    waiting.append(f"{path}-{num_moved}")
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
 
 def _children() -> list[int]:

@@ -14,8 +14,8 @@ from agentrl.gym.plain import decode, encode
 
 RESULT_FD, JOB_FD = 3, 4
 HEADER = struct.Struct(">cI")  # of a frame that a child sends: kind, size of the text that follows
-READY, VALUE, ERROR = b"R", b"V", b"E"
-JOB_HEADER = struct.Struct(">QII")  # size of the job's text, its first cases to skip, bytes of a result
+CONFINED, READY, VALUE, ERROR = b"C", b"R", b"V", b"E"
+JOB_HEADER = struct.Struct(">QIQ")  # size of the job's text, its first cases to skip, bytes of a result
 MAX_ERROR = 200  # characters
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
@@ -30,34 +30,39 @@ def one_line(text: str) -> str:
 
 def describe(error: BaseException) -> str:
     """`Type: message` on one line; survives exceptions that cannot be printed."""
-    if isinstance(error, MemoryError):
-        return "memory limit"
-    name = type(error).__name__
+    name = ""
     try:
+        if isinstance(error, MemoryError):
+            return "memory limit"
+        name = one_line(str(type(error).__name__))
         is_syntax = isinstance(error, SyntaxError)
         message = f"{error.msg} (line {error.lineno})" if is_syntax else str(error)
-    except BaseException:
-        message = "(no message)"
-    return one_line(f"{name}: {message}" if message else name)
+        return one_line(f"{name}: {message}" if message else name)
+    except BaseException:  # it is code of the source that says what an error's name and message are
+        return f"{name or 'exception'}: (no message)"
+
+
+def frame(kind: bytes, text: str) -> bytes:
+    """A text with its kind and its size in front."""
+    data = text.encode("ascii", "backslashreplace")
+    return HEADER.pack(kind, len(data)) + data
 
 
 def send(kind: bytes, text: str) -> None:
     """Send one frame to whoever watches."""
-    data = text.encode("ascii", "backslashreplace")
-    view = memoryview(HEADER.pack(kind, len(data)) + data)
-    while view:
-        view = view[os.write(RESULT_FD, view) :]
+    write_all(RESULT_FD, frame(kind, text))
 
 
-def read_exactly(fd: int, size: int) -> bytes:
-    """So many bytes from a pipe; b"" where it ends before."""
-    parts = os.read(fd, min(size, 1 << 20))
-    while parts and len(parts) < size:
-        part = os.read(fd, min(size - len(parts), 1 << 20))
-        if not part:
-            return b""
-        parts += part
-    return parts
+def read_exactly(fd: int, size: int) -> bytearray:
+    """So many bytes from a pipe; none where it ends before."""
+    data = bytearray(size)
+    num_read = 0
+    while num_read < size:
+        num_new = os.readv(fd, [memoryview(data)[num_read:]])
+        if not num_new:
+            return bytearray()
+        num_read += num_new
+    return data
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -79,6 +84,7 @@ def rehearse() -> None:
 
 def work() -> None:
     """Wait for a job and do it; back at once when the pipe that would bring it ends."""
+    send(CONFINED, "")
     header = read_exactly(JOB_FD, JOB_HEADER.size)
     if not header:
         return

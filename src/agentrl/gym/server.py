@@ -1,7 +1,7 @@
 """The warm parent of the sandbox: a small process that forks a confined child for each run.
 
-`serve` is its main function. It reads requests from descriptor 0 and answers on descriptor 1, each message
-with its length in front. A job is passed on to a child unread.
+`serve` is its main function. It reads requests from descriptor 0 and answers on descriptor 1, each with
+its length in front. Jobs and answers pass through memory that no child inherits, unread.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from agentrl.gym import confine
 from agentrl.gym.confine import Limits, Walls
 from agentrl.gym.jail import Jail, remove_folder
-from agentrl.gym.job import read_exactly, write_all
+from agentrl.gym.job import read_exactly
+from agentrl.gym.unshared import Unshared
 
 # A child sees no file of the installation, so what it may import is loaded before it is forked.
 PRELOADED = (
@@ -63,24 +64,16 @@ PRELOADED = (
     "unicodedata",
 )
 
-SIZE = struct.Struct(">Q")  # in front of each message
-REQUEST = struct.Struct(">II")  # then: number of cases, size of the limits; the limits (JSON), the job
+IGNORED = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)  # the last two raise OSError instead
+
+STARTED = b"+"  # written once, when requests will be answered
+SIZE = struct.Struct(">Q")  # in front of all answers to a request
+REQUEST = struct.Struct(">QII")  # bytes of the job, number of cases, bytes of the limits
 
 
 def pack_request(limits: str, job: str, num_cases: int) -> bytes:
-    """A request: the limits as a JSON object, the job as JSON [source, function, cases]."""
-    return REQUEST.pack(num_cases, len(limits)) + limits.encode() + job.encode()
-
-
-def read_message(fd: int) -> bytes:
-    """One message from a pipe; b"" at its end."""
-    size = read_exactly(fd, SIZE.size)
-    return read_exactly(fd, *SIZE.unpack(size)) if size else b""
-
-
-def write_message(fd: int, data: bytes) -> None:
-    """Write one message to a pipe; BrokenPipeError when nobody reads."""
-    write_all(fd, SIZE.pack(len(data)) + data)
+    """A request: the limits as a JSON object, the job as JSON [source, function, cases]; both ASCII."""
+    return REQUEST.pack(len(job), num_cases, len(limits)) + limits.encode() + job.encode()
 
 
 def preload() -> list[dict[str, Any]]:
@@ -111,7 +104,7 @@ def _limits(text: bytes) -> Limits:
 
 def serve(base: str, without: Collection[str] = ()) -> NoReturn:
     """Answer requests until their pipe ends, then remove the folder `base` and exit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _reset_signals()
     isolated = "namespaces" not in without and confine.enter_namespaces()
     if isolated:
         # Namespaces of processes hold for children: the one that serves is the first of its own.
@@ -125,9 +118,6 @@ def serve(base: str, without: Collection[str] = ()) -> NoReturn:
         with contextlib.suppress(OSError):  # then the folder stays on the disk
             confine.mount_scratch(base)
     requests, answers = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(null, fd)
     os.environ.clear()
     os.umask(0o077)
     confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
@@ -138,16 +128,37 @@ def serve(base: str, without: Collection[str] = ()) -> NoReturn:
     sys.argv[:] = ["submission"]
     importlib.import_module("random").seed(0)  # every child starts from here
     jail = Jail(base, Walls(without), isolated, hooks)
+    null = os.open(os.devnull, os.O_RDWR)  # until here, what fails is told on descriptor 2
+    for fd in range(3):
+        os.dup2(null, fd)
     gc.collect()
     gc.freeze()  # children do not copy the pages of what is loaded
     try:
-        while request := read_message(requests):
-            num_cases, size = REQUEST.unpack_from(request)
-            start = REQUEST.size + size
-            found = jail.call(request[start:], num_cases, _limits(request[REQUEST.size : start]))
-            write_message(answers, json.dumps(found).encode())
-            jail.renew()
+        os.write(answers, STARTED)
+        _answer(jail, requests, answers)
     finally:
         jail.close()
         remove_folder(base)
         os._exit(0)
+
+
+def _answer(jail: Jail, requests: int, answers: int) -> None:
+    """Answer request after request. This process is every child's origin: it must not read what they say."""
+    text, frames = Unshared(), Unshared()
+    while header := read_exactly(requests, REQUEST.size):
+        size, num_cases, limits_size = REQUEST.unpack(header)
+        limits = _limits(bytes(read_exactly(requests, limits_size)))
+        if not text.read_exactly(requests, size):
+            break
+        jail.call(text, frames, num_cases, limits)
+        frames.write(answers, SIZE.pack(frames.size))
+        text.clear()
+        frames.clear()
+        jail.renew()
+
+
+def _reset_signals() -> None:
+    """Treat signals as a fresh interpreter does, whatever the owner ignores or blocks; Ctrl-C is for it."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN if number in IGNORED else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
