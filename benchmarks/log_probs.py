@@ -2,6 +2,7 @@
 
     python benchmarks/log_probs.py                    # about 12 minutes on two quiet cores
     python benchmarks/log_probs.py --report           # the tables, from what is there
+    python benchmarks/log_probs.py --dtypes float32   # where the processor has no instructions for bfloat16
     python benchmarks/log_probs.py --quick            # small sizes, under a minute
     python benchmarks/log_probs.py --device cuda --full-size    # 16k tokens of Qwen3-0.6B's head
 
@@ -359,6 +360,7 @@ def report(sizes: list[Size], found: dict[str, Any], shared: dict[str, Any]) -> 
     rates = ", ".join(
         f"{matmul_peak(dtype, shared['machine'].split(', ')[-1]) / 1e9:,.0f} GFLOP/s in {str(dtype)[6:]}"
         for dtype in (torch.float32, torch.bfloat16)
+        if any(size.dtype == str(dtype)[6:] for size in sizes)
     )
     print(
         f"commit {shared['commit']}, torch {shared['torch']}, {shared['machine']}, "
@@ -382,6 +384,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
     parser.add_argument("--full-size", action="store_true", help="16k tokens of Qwen3-0.6B's head alone")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=15.0, help="of turns, a size")
@@ -391,6 +394,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     shared = settings(options)
     sizes = full_size() if options.full_size else grid(options.quick) + special(options.quick)
+    sizes = [size for size in sizes if size.dtype in options.dtypes]
     found = read(options.results, shared)
     # smallest first: a run that is stopped has some of each table
     for size in sorted(sizes, key=lambda size: size.n * size.v * size.d * len(size.names)):
