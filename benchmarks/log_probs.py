@@ -2,6 +2,7 @@
 
     python benchmarks/log_probs.py                    # about 12 minutes on two quiet cores
     python benchmarks/log_probs.py --report           # the tables, from what is there
+    python benchmarks/log_probs.py --dtypes float32   # where the processor has no instructions for bfloat16
     python benchmarks/log_probs.py --quick            # small sizes, under a minute
     python benchmarks/log_probs.py --device cuda --full-size    # 16k tokens of Qwen3-0.6B's head
 
@@ -30,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import agentrl as arl
@@ -102,7 +102,7 @@ def score_tiled_input(case: Case) -> Tensor:
     return arl.action_log_probs(case.hidden, case.weight, case.targets, logits="input")
 
 
-def step_fused(case: Case, **keywords: Any) -> Any:
+def step_fused(case: Case, **keywords: Any) -> tuple[Tensor, ...]:
     result = arl.fused_policy_loss(
         case.hidden,
         case.weight,
@@ -113,53 +113,41 @@ def step_fused(case: Case, **keywords: Any) -> Any:
     return torch.autograd.grad(result.loss, case.leaves())
 
 
-def torch_loss(case: Case) -> Tensor:
-    """PyTorch's own chunked head. It sums over tokens: its upstream gradients are uniform."""
-    options = torch.nn.LinearCrossEntropyOptions()
-    return functional.linear_cross_entropy(
-        case.hidden, case.weight, case.targets, reduction="sum", options=options
-    )
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A way from hidden states to log-probs."""
+
+    score: Callable[[Case], Tensor]  # log-probs [N]
+    step: Callable[[Case], tuple[Tensor, ...]]  # forward and backward: the gradients of the case's leaves
+    is_compiled: bool = False  # the dispatcher does not see the products of compiled code
+
+    @staticmethod
+    def plain(score: Callable[[Case], Tensor], **keywords: Any) -> "Head":
+        return Head(score, lambda case: case.backward(score(case)), **keywords)
 
 
-def score_torch(case: Case) -> Tensor:
-    single = [case.hidden.split(1), case.targets.split(1)]
-    alone = (Case(h, case.weight, t, case.upstream) for h, t in zip(*single, strict=True))
-    return torch.stack([-torch_loss(one) for one in alone])
-
-
-SCORES: dict[str, Callable[[Case], Tensor]] = {
-    "full": score_full,
-    "chunked": score_chunked,
-    "recomputed (256)": score_checkpointed,
-    "tiled": score_tiled,
-    "tiled, input": score_tiled_input,
-    "fused": score_tiled,
-    "fused, input": score_tiled_input,
-    "fused, active=": score_tiled,
-    "fused, active=, input": score_tiled_input,
-    "torch": score_torch,
+HEADS = {
+    "full": Head.plain(score_full),
+    "chunked": Head.plain(score_chunked),
+    "recomputed (256)": Head.plain(score_checkpointed),
+    "tiled": Head.plain(score_tiled),
+    "tiled, input": Head.plain(score_tiled_input),
+    "fused": Head(score_tiled, step_fused),
+    "fused, active=": Head(score_tiled, lambda case: step_fused(case, active=case.upstream != 0)),
+    "fused, active=, input": Head(
+        score_tiled_input, lambda case: step_fused(case, active=case.upstream != 0, logits="input")
+    ),
 }
 
 
-def step_of(name: str, case: Case) -> Callable[[], Any]:
-    if name == "torch":
-        return lambda: torch.autograd.grad(torch_loss(case), case.leaves())
-    if name.startswith("fused"):
-        given: dict[str, Any] = {"logits": "input"} if name.endswith("input") else {}
-        if "active=" in name:
-            given["active"] = case.upstream != 0
-        return lambda: step_fused(case, **given)
-    return lambda: case.backward(SCORES[name](case))
-
-
-def log_prob_errors(names: tuple[str, ...], case: Case) -> dict[str, float]:
+def log_prob_errors(heads: dict[str, Head], case: Case) -> dict[str, float]:
     """The largest error of 64 tokens' log-probs against float64, a contender."""
     few = Case(case.hidden[:64].detach(), case.weight.detach(), case.targets[:64], case.upstream[:64])
     hidden = few.hidden.double()
     logits = torch.cat([hidden @ part.double().T for part in few.weight.split(8192)], 1)
     exact = arl.selected_log_probs(logits, few.targets)
     with torch.no_grad():
-        return {name: float((SCORES[name](few).double() - exact).abs().max()) for name in names}
+        return {name: float((head.score(few).double() - exact).abs().max()) for name, head in heads.items()}
 
 
 def matmul_peak(dtype: torch.dtype, device: str) -> float:
@@ -169,14 +157,14 @@ def matmul_peak(dtype: torch.dtype, device: str) -> float:
     return 2 * side**3 / min(seconds(lambda: a @ b, device) for _ in range(10))
 
 
-def seconds(step: Callable[[], Any], device: str) -> float:
+def seconds(step: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     step()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +183,11 @@ class Size:
     def key(self) -> str:
         return json.dumps(asdict(self))
 
+    def draw(self, device: str) -> Case:
+        case = Case.draw(self.n, self.v, self.d, getattr(torch, self.dtype), device, self.active)
+        case.weight.requires_grad_(not self.frozen)
+        return case
+
 
 @dataclass(slots=True)
 class Turns:
@@ -203,18 +196,21 @@ class Turns:
     traced_seconds: float
     seconds: list[float]
     peak: int  # bytes, over what was held before
-    operations: int  # of matrix products
+    operations: int  # of matrix products; 0 where they are not seen
 
     @staticmethod
-    def traced(step: Callable[[], Any], device: str) -> "Turns":
+    def traced(head: Head, case: Case, device: str, clock: Callable[[], float]) -> "Turns":
         found = Turns(0.0, [], 0, 0)
 
         def counted() -> Any:
-            start = time.perf_counter()
-            with ProductCount() as count:
-                result = step()
-            found.traced_seconds = time.perf_counter() - start
-            found.operations = count.operations
+            start = clock()
+            if head.is_compiled:
+                result = head.step(case)
+            else:
+                with ProductCount() as count:
+                    result = head.step(case)
+                found.operations = count.operations
+            found.traced_seconds = clock() - start
             return result
 
         found.peak = peak_bytes(counted, device)
@@ -224,22 +220,25 @@ class Turns:
         return statistics.median(self.seconds or [self.traced_seconds])
 
 
-def measure(size: Size, device: str, budget: float) -> dict[str, Any]:
+def measure(
+    size: Size,
+    heads: dict[str, Head],
+    device: str,
+    budget: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
     """The record of a size: figures by contender. `budget` seconds bound the turns after the first."""
-    dtype = getattr(torch, size.dtype)
-    case = Case.draw(size.n, size.v, size.d, dtype, device, size.active)
-    case.weight.requires_grad_(not size.frozen)
-    steps = {name: step_of(name, case) for name in size.names}
+    case, heads = size.draw(device), {name: heads[name] for name in size.names}
     begin = time.perf_counter()
-    turns = {name: Turns.traced(step, device) for name, step in steps.items()}
-    round_seconds = sum(t.traced_seconds for t in turns.values())
+    turns = {name: Turns.traced(head, case, device, clock) for name, head in heads.items()}
+    round_seconds = time.perf_counter() - begin
     for _ in range(MOST_TURNS):
         if time.perf_counter() - begin + round_seconds / 2 > budget:
             break
-        for name, step in steps.items():
-            turns[name].seconds.append(seconds(step, device))
+        for name, head in heads.items():
+            turns[name].seconds.append(seconds(lambda head=head: head.step(case), device, clock))
     gradients = sum(t.numel() * t.element_size() for t in case.leaves())
-    peak_rate, errors = matmul_peak(dtype, device), log_prob_errors(size.names, case)
+    peak_rate, errors = matmul_peak(case.hidden.dtype, device), log_prob_errors(heads, case)
     plain = turns[size.names[0]].median()
     return {
         name: {
@@ -268,7 +267,7 @@ def grid(quick: bool) -> list[Size]:
 
 
 def special(quick: bool) -> list[Size]:
-    """What active rows and a frozen weight save, PyTorch's own head, the chapter's shape, many tokens."""
+    """What active rows and a frozen weight save, the chapter's shape, many tokens."""
     n, v, d = (256, 8000, 256) if quick else (2048, 32_000, 1024)
     few = "a quarter of the tokens carry a gradient"
     found = []
@@ -278,9 +277,6 @@ def special(quick: bool) -> list[Size]:
     ):
         found.append(Size(few, n, v, d, dtype, names, active=0.25))
         found.append(Size("frozen weight", n, v, d, dtype, ("full", "tiled", "fused"), frozen=True))
-        if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-            rivals = ("full", "torch", "tiled", "fused")
-            found.append(Size("PyTorch's own chunked head (`torch`)", n, v, d, dtype, rivals))
     chapter = (512, 8000, 64) if quick else (2048, 32_000, 256)
     names = ("full", "chunked", "recomputed (256)", "tiled", "fused")
     found.append(Size("the chapter's table at a scaled size", *chapter, "float32", names))
@@ -322,13 +318,10 @@ HEADER = (
 def rows_of(size: Size, figures: dict[str, Any]) -> list[str]:
     rows = []
     for name, f in figures.items():
-        products, rate = f"{f['products']:.2f}", f"{f['rate']:.0%}"
-        if name == "torch":  # one operator to the dispatcher, its products unseen
-            products = rate = "-"
         rows.append(
             f"| {size.n:,} x {size.v:,} x {size.d:,} | {size.dtype} | {name} | {f['seconds']:.3f} "
             f"| {f['ratio']:.2f} | {f['turns']} | {f['over_bytes'] / 1e6:,.1f} | {f['error']:.1e} "
-            f"| {products} | {rate} |"
+            f"| {f['products']:.2f} | {f['rate']:.0%} |"
         )
     return rows
 
@@ -367,6 +360,7 @@ def report(sizes: list[Size], found: dict[str, Any], shared: dict[str, Any]) -> 
     rates = ", ".join(
         f"{matmul_peak(dtype, shared['machine'].split(', ')[-1]) / 1e9:,.0f} GFLOP/s in {str(dtype)[6:]}"
         for dtype in (torch.float32, torch.bfloat16)
+        if any(size.dtype == str(dtype)[6:] for size in sizes)
     )
     print(
         f"commit {shared['commit']}, torch {shared['torch']}, {shared['machine']}, "
@@ -390,6 +384,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
     parser.add_argument("--full-size", action="store_true", help="16k tokens of Qwen3-0.6B's head alone")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=15.0, help="of turns, a size")
@@ -399,12 +394,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     shared = settings(options)
     sizes = full_size() if options.full_size else grid(options.quick) + special(options.quick)
+    sizes = [size for size in sizes if size.dtype in options.dtypes]
     found = read(options.results, shared)
     # smallest first: a run that is stopped has some of each table
     for size in sorted(sizes, key=lambda size: size.n * size.v * size.d * len(size.names)):
         if options.report or size.key() in found:
             continue
-        figures = found[size.key()] = measure(size, options.device, options.seconds)
+        figures = found[size.key()] = measure(size, HEADS, options.device, options.seconds)
         append(options.results, {"settings": shared, "size": size.key(), "figures": figures})
         now = time.strftime("%H:%M:%S")
         print(*(f"[{now}] {row}" for row in rows_of(size, figures)), sep="\n", file=sys.stderr, flush=True)

@@ -10,8 +10,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "agentrl"
 # folder -> (floor, the files in the order in which they may import each other)
 FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "gym": (0, ("tasks", "plain", "system_calls", "confine", "jail", "sandbox", "env", "tokenizer",
-                "rewrites", "programs", "demonstrations", "instructions")),
+    "gym": (0, ("tasks", "plain", "system_calls", "confine", "job", "unshared", "watch", "jail", "server",
+                "sandbox", "env", "tokenizer", "rewrites", "programs", "demonstrations", "instructions")),
     "curriculum": (0, ("pass_rate", "rules", "table", "evidence", "sampler", "presets")),
     "plan": (
         0,
@@ -27,8 +27,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "ops": (
         2,
-        ("peak_memory", "visibility", "attention", "tiles", "logit_map", "head_inputs", "tiled_head",
-         "log_probs", "fused_loss", "losses"),
+        ("peak_memory", "visibility", "attention", "tiles", "logit_map", "head_inputs", "head_gradients",
+         "gradient_sums", "stash", "tiled_head", "log_probs", "fused_loss", "losses"),
     ),
     "models": (
         3,

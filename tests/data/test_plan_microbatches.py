@@ -94,12 +94,18 @@ def test_a_plan_takes_milliseconds() -> None:
     cost = attention_cost(find_model("Qwen3-8B"))
     lengths = chapter_lengths(0)
     seconds: list[float] = []
+    yardstick: list[float] = []
     for _ in range(7):
         start = time.process_time()
         plan_microbatches(lengths, max_tokens=CAP, num_ranks=RANKS, cost=cost)
         seconds.append(time.process_time() - start)
-    # The best of seven: on a busy machine, processes that share the caches double each other's CPU time.
-    assert min(seconds) < 0.05, seconds
+        start, x = time.process_time(), 0
+        for i in range(300_000):
+            x = (5 * x + i) % 7919
+        yardstick.append(time.process_time() - start)
+    # The best of seven: on a busy machine, processes that share the caches double each other's CPU time. On a
+    # slow one 50 ms stand for four such loops; a plan takes two and a half.
+    assert min(seconds) < max(0.05, 4 * min(yardstick)), (seconds, yardstick)
 
 
 @pytest.mark.parametrize("objective", ["lockstep", "rank_sum"])

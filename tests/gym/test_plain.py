@@ -1,6 +1,7 @@
 """Plain data crosses as text: exact types survive, nothing else passes, and comparison is strict."""
 
 import math
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -96,3 +97,14 @@ def test_same() -> None:
     assert same_value([nan, {nan}, {"a": nan}], [math.nan, {float("nan")}, {"a": -nan}])
     assert same_value({"a": 1, "b": 2}, {"b": 2, "a": 1})
     assert same_value({1, 2, (3,)}, {(3,), 2, 1})
+    assert same_value([0.0, {0.0}], [-0.0, {-0.0}])
+
+
+def test_numbers_whose_hashes_collide_are_compared_fast() -> None:
+    prime = 2**61 - 1  # the hash of an int is its remainder
+    numbers = [k * prime for k in range(1, 2000)]
+    collide = set(numbers)
+    start = time.process_time()
+    assert same_value(collide, collide)
+    assert not same_value(collide, [collide])
+    assert time.process_time() - start < 0.5  # five seconds if it hashed them

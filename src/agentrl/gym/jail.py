@@ -1,312 +1,214 @@
-"""The warm parent of the sandbox: a small process that forks a confined child for each run.
-
-`serve` is its main function. It reads requests from descriptor 0 and answers on descriptor 1, each message
-with its length in front. A child's answers are passed on unread: only frames and sizes are checked here.
-"""
+"""The jail: confined children of a warm parent, one a run, each forked before its job is known."""
 
 import contextlib
-import gc
-import importlib
-import json
 import os
-import random
-import select
-import shutil
 import signal
-import struct
-import sys
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from agentrl.gym import confine
-from agentrl.gym.confine import Limits, Walls
-from agentrl.gym.plain import TOO_LARGE, decode, encode
-
-# A child sees no file of the installation, so what it may import is loaded before it is forked.
-PRELOADED = (
-    "abc",
-    "array",
-    "bisect",
-    "builtins",
-    "cmath",
-    "collections",
-    "collections.abc",
-    "contextlib",
-    "copy",
-    "ctypes",
-    "dataclasses",
-    "datetime",
-    "decimal",
-    "encodings.ascii",
-    "encodings.latin_1",
-    "enum",
-    "fractions",
-    "functools",
-    "heapq",
-    "io",
-    "itertools",
-    "json",
-    "math",
-    "numbers",
-    "operator",
-    "random",
-    "re",
-    "resource",
-    "signal",
-    "statistics",
-    "string",
-    "struct",
-    "textwrap",
-    "threading",
-    "time",
-    "types",
-    "typing",
-    "unicodedata",
-)
-
-HEADER = struct.Struct(">cI")  # a child's frame: kind, size of the text that follows
-READY, VALUE, ERROR = b"R", b"V", b"E"
-RESULT_FD = 3
-MAX_ERROR = 200  # characters
-POLL_SECONDS = 0.002  # the shortest wait between two looks at a child's CPU clock
-
-# what an answer's first entry says; an unstable answer may differ next time and is not cached
-Answer = tuple[str, str]
-STABLE, UNSTABLE, RESULT = "error", "unstable", "value"
+from agentrl.gym import confine, job
+from agentrl.gym.confine import Bounds, Limits, Walls
+from agentrl.gym.unshared import Unshared
+from agentrl.gym.watch import watch
 
 
-def read_message(fd: int) -> bytes:
-    """One message from a pipe; b"" at its end."""
-    size = _read_exactly(fd, 8)
-    return _read_exactly(fd, int.from_bytes(size)) if size else b""
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A child that confined itself and waits for its job, or that had it."""
 
+    pid: int
+    bounds: Bounds
+    scratch: str  # its folder, and where the kernel allows it the root of its file system
+    jobs: int  # the pipe that brings its job
+    results: int  # the pipe of what it sends
 
-def write_message(fd: int, data: bytes) -> None:
-    """Write one message to a pipe; BrokenPipeError when nobody reads."""
-    view = memoryview(len(data).to_bytes(8) + data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _read_exactly(fd: int, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(fd, min(size - len(parts), 1 << 20))
-        if not part:
-            return b""
-        parts += part
-    return bytes(parts)
-
-
-def one_line(text: str) -> str:
-    """At most MAX_ERROR printable characters on one line, without addresses."""
-    import re
-
-    text = re.sub(r"0x[0-9a-fA-F]{6,}", "0x...", text[: 4 * MAX_ERROR])
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 3] + "..."
-
-
-def describe(error: BaseException) -> str:
-    """`Type: message` on one line; survives exceptions that cannot be printed."""
-    if isinstance(error, MemoryError):
-        return "memory limit"
-    name = type(error).__name__
-    try:
-        is_syntax = isinstance(error, SyntaxError)
-        message = f"{error.msg} (line {error.lineno})" if is_syntax else str(error)
-    except BaseException:
-        message = "(no message)"
-    return one_line(f"{name}: {message}" if message else name)
-
-
-def _send(kind: bytes, text: str) -> None:
-    data = text.encode("ascii", "backslashreplace")
-    view = memoryview(HEADER.pack(kind, len(data)) + data)
-    while view:
-        view = view[os.write(RESULT_FD, view) :]
-
-
-def _run_child(source: str, function: str, arguments: list[str], limits: Limits) -> None:
-    """In the child: load the source, then answer each case. Nothing here is relied upon by the parent."""
-    max_bytes = limits.result_bytes
-    namespace: dict[str, Any] = {"__name__": "submission"}
-    try:
-        exec(compile(source, "<submission>", "exec"), namespace)
-        if not callable(namespace.get(function)):
-            raise NameError(f"the source defines no function {function!r}")
-    except BaseException as error:
-        _send(ERROR, describe(error))
-        return
-    _send(READY, "")
-    for text in arguments:
-        try:
-            args = decode(text)
-            assert isinstance(args, tuple)
-            result = namespace[function](*args)
-        except BaseException as error:
-            _send(ERROR, describe(error))
-            continue
-        try:
-            answer = encode(result, max_bytes)
-        except BaseException as error:
-            _send(ERROR, one_line(str(error)) if type(error) is ValueError else describe(error))
-        else:
-            _send(VALUE, answer)
+    def give(self, text: Unshared, num_skipped: int, max_bytes: int) -> None:
+        """Hand the job over; BrokenPipeError from a child that is no more."""
+        text.write(self.jobs, job.JOB_HEADER.pack(text.size, num_skipped, max_bytes))
 
 
 class Jail:
-    """Runs calls in confined children, one after another; their scratch folders come and go in `base`."""
+    """Runs jobs in confined children, one after another; their scratch folders come and go in `base`.
 
-    def __init__(self, base: str, walls: Walls, own_namespaces: bool) -> None:
+    No two live at a time: a child is forked when the one before it was killed, so that no job ever meets
+    another child. It confines itself before it is given a job, which is the only one that it gets. The next
+    one, the spare, is made between two calls, so that a call waits for it only where calls follow at once.
+    """
+
+    def __init__(
+        self, base: str, walls: Walls, own_namespaces: bool, fork_hooks: Sequence[dict[str, Any]] = ()
+    ) -> None:
         self._base = base
         self._namespaces = confine.ProcessNamespaces() if own_namespaces else None
         self._walls = walls
-        self._num_runs = 0
+        self._fork_hooks = fork_hooks  # arguments of os.register_at_fork, for children that may fork
+        self._num_cells = 0
+        self._bounds: Bounds | None = None  # of the last call
+        self._used: Cell | None = None  # killed, and perhaps not yet gone
+        self._spare: Cell | None = None
 
-    def call(self, source: str, function: str, arguments: list[str], limits: Limits) -> list[Answer]:
-        """One answer a case; a case that ends its child costs the later ones only a new child."""
-        answers: list[Answer] = []
-        num_timeouts = 0
-        while len(answers) < len(arguments):
+    def call(self, text: Unshared, answers: Unshared, num_cases: int, limits: Limits) -> None:
+        """Put one answer a case into `answers`; a case that ends its child costs the later ones a new child.
+
+        Where cases are left over, the last answer is theirs too.
+        """
+        self._bounds = bounds = self._walls.bounds(limits, num_cases)
+        num_answers = num_timeouts = 0
+        while num_answers < num_cases:
             if num_timeouts >= limits.timeouts:
-                skipped = (answers[-1][0], "not run after too many timeouts")
-                return answers + [skipped] * (len(arguments) - len(answers))
-            rest = arguments[len(answers) :]
-            loaded, got = self._run(source, function, rest, limits)
-            if not loaded:  # the same would happen to every case
-                return answers + got * len(rest)
-            answers += got
-            num_timeouts += got[-1][1] == "timeout" and got[-1][0] != RESULT
-        return answers
+                answers.add(job.frame(job.ERROR, "not run after too many timeouts"))
+                return
+            cell = self._start(text, num_answers, bounds, limits.result_bytes)
+            try:
+                watched = watch(cell.pid, cell.results, answers, num_cases - num_answers, limits)
+            finally:
+                self._kill(cell)
+            if not watched.loaded:  # the same would happen to every case
+                return
+            num_answers += watched.num_answers
+            num_timeouts += watched.timed_out
 
-    def _run(
-        self, source: str, function: str, arguments: list[str], limits: Limits
-    ) -> tuple[bool, list[Answer]]:
-        """Whether the source loaded, and the answers up to the first case that ended the child."""
-        self._num_runs += 1
-        scratch = f"{self._base}/{self._num_runs}"
+    def renew(self) -> None:
+        """See the last child off, and have the next one ready for a call with the same bounds."""
+        used, self._used = self._used, None
+        if used and not self._namespaces:
+            self._bury(used)  # first, since it ends every process that is left
+        if self._bounds and not self._spare:
+            self._spare = self._prepare(self._bounds)
+        if used and self._namespaces:
+            self._bury(used)  # most of it the kernel does meanwhile, on another core
+
+    def close(self) -> None:
+        """End every child."""
+        self._clear()
+        if self._spare:
+            self._end(self._spare)
+            self._spare = None
+
+    def _start(self, text: Unshared, num_skipped: int, bounds: Bounds, max_bytes: int) -> Cell:
+        """A child that has the job: the spare, if it is confined as it should be and alive."""
+        self._clear()
+        spare, self._spare = self._spare, None
+        if spare and spare.bounds == bounds:
+            try:
+                spare.give(text, num_skipped, max_bytes)
+                return spare
+            except BrokenPipeError:
+                pass
+        if spare:
+            self._end(spare)
+        cell = self._prepare(bounds)
+        with contextlib.suppress(BrokenPipeError):  # what it sent says why it could not be confined
+            cell.give(text, num_skipped, max_bytes)
+        return cell
+
+    def _prepare(self, bounds: Bounds) -> Cell:
+        self._num_cells += 1
+        scratch = f"{self._base}/{self._num_cells}"
         os.mkdir(scratch, 0o700)
         if self._walls.changes_user:
             with contextlib.suppress(OSError):
                 os.chown(scratch, confine.NOBODY, confine.NOBODY)
         if self._namespaces:
             self._namespaces.renew()
-        read_end, write_end = os.pipe()
+        job_end, jobs = os.pipe()
+        results, result_end = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._be_child(scratch, write_end, source, function, arguments, limits)
-        os.close(write_end)
-        try:
-            return self._watch(pid, read_end, len(arguments), limits)
-        finally:
-            os.close(read_end)
-            self._end(pid)
-            shutil.rmtree(scratch, ignore_errors=True)
+            self._be_child(scratch, job_end, result_end, bounds)
+        os.close(job_end)
+        os.close(result_end)
+        return Cell(pid, bounds, scratch, jobs, results)
 
-    def _be_child(
-        self, scratch: str, write_end: int, source: str, function: str, arguments: list[str], limits: Limits
-    ) -> NoReturn:
+    def _be_child(self, scratch: str, job_end: int, result_end: int, bounds: Bounds) -> NoReturn:
         try:
             os.setsid()
             os.chdir(scratch)
-            if write_end != RESULT_FD:
-                os.dup2(write_end, RESULT_FD)
-            os.closerange(RESULT_FD + 1, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else 256)
-            sys.path.clear()
-            sys.meta_path[:] = sys.meta_path[:2]  # built-in and frozen modules: the same everywhere
-            sys.argv[:] = ["submission"]
-            random.seed(0)
-            self._walls.raise_around(limits, len(arguments))
-            _run_child(source, function, arguments, limits)
+            null = os.open(os.devnull, os.O_RDWR)  # its own: flags of one that is shared would outlive it
+            for fd in range(3):
+                os.dup2(null, fd)
+            os.dup2(result_end, job.RESULT_FD)
+            os.dup2(job_end, job.JOB_FD)
+            os.closerange(job.JOB_FD + 1, 256)
+            for hook in self._fork_hooks if bounds.may_start else ():
+                os.register_at_fork(**hook)
+            job.rehearse()
+            self._walls.raise_around(bounds)
+            job.work()
         except BaseException as error:
             with contextlib.suppress(BaseException):
-                _send(ERROR, one_line(f"confinement failed: {error}"))
+                job.send(job.ERROR, job.one_line(f"confinement failed: {error}"))
         finally:
             os._exit(0)
 
-    def _watch(self, pid: int, fd: int, num_cases: int, limits: Limits) -> tuple[bool, list[Answer]]:
-        clock = (~pid << 3) | 2  # the CPU clock of process pid: clock_getcpuclockid(3)
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        buffer = bytearray()
-        answers: list[Answer] = []
-        loaded = False
-        cpu_end, wall_end = limits.cpu_seconds, time.monotonic() + limits.wall_seconds
-
-        def end(kind: str, text: str) -> tuple[bool, list[Answer]]:
-            return loaded, [*answers, (kind, text)]
-
-        while True:
-            cpu = time.clock_gettime(
-                clock
-            )  # a process that ended, but was not waited for, still has its clock
-            wall = time.monotonic()
-            progressed = False
-            while len(buffer) >= HEADER.size:
-                kind, size = HEADER.unpack_from(buffer)
-                if size > max(limits.result_bytes, 4 * MAX_ERROR):
-                    return end(STABLE, TOO_LARGE)
-                if len(buffer) < HEADER.size + size:
-                    break
-                text = buffer[HEADER.size : HEADER.size + size].decode("ascii", "replace")
-                del buffer[: HEADER.size + size]
-                if kind not in (VALUE, ERROR) if loaded else kind not in (READY, ERROR):
-                    return end(STABLE, "garbled answer")
-                if not loaded and kind == ERROR:
-                    return end(STABLE, text)
-                progressed = True
-                if loaded:
-                    answers.append((RESULT if kind == VALUE else STABLE, text))
-                    if len(answers) == num_cases:
-                        return True, answers
-                loaded = True
-            if progressed:
-                cpu_end, wall_end = cpu + limits.cpu_seconds, wall + limits.wall_seconds
-            elif cpu >= cpu_end:
-                return end(STABLE, "timeout")
-            elif wall >= wall_end:
-                return end(UNSTABLE, "timeout")
-            wait = min(wall_end - wall, max(cpu_end - cpu, POLL_SECONDS))
-            if poller.poll(1 + wait * 1000):
-                part = os.read(fd, 1 << 16)
-                if not part:
-                    return end(*self._how_it_ended(pid, bool(buffer)))
-                buffer += part
-
-    def _how_it_ended(self, pid: int, in_frame: bool) -> Answer:
-        """A child that closed its pipe without an answer: it ended, or will be ended."""
-        deadline = time.monotonic() + 0.5  # a crash on a busy machine takes a while to be reaped
-        while time.monotonic() < deadline:
-            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if status is None:
-                time.sleep(0.001)
-            elif status.si_code == os.CLD_EXITED:
-                return STABLE, "garbled answer" if in_frame else "process exited"
-            elif status.si_status == signal.SIGKILL:
-                return UNSTABLE, "process killed"
-            else:
-                return STABLE, f"process crashed ({signal.Signals(status.si_status).name})"
-        return STABLE, "garbled answer"
-
-    def _end(self, pid: int) -> None:
-        """Kill the child and whatever it left behind; returns when nothing is left."""
+    def _kill(self, cell: Cell) -> None:
+        """Kill a child, and all that it may have started."""
+        self._used = cell
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(cell.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+            os.kill(cell.pid, signal.SIGKILL)
+        if cell.bounds.may_start:  # others may be left; without them the signal is the end
+            self._clear()
+
+    def _clear(self) -> None:
+        if self._used:
+            self._bury(self._used)
+            self._used = None
+
+    def _end(self, cell: Cell) -> None:
+        self._kill(cell)
+        self._clear()
+
+    def _bury(self, cell: Cell) -> None:
+        """Wait until nothing is left of a child that was killed."""
+        os.close(cell.jobs)
+        os.close(cell.results)
+        os.waitpid(cell.pid, 0)
         while not self._namespaces:  # orphans come to this process, their reaper
             try:
                 left, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                break
             if left == 0:
                 for orphan in _children():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(orphan, signal.SIGKILL)
                 time.sleep(0.0005)
+        remove_folder(cell.scratch)
+
+
+def remove_folder(path: str) -> None:
+    """Remove a folder with all that is in it, as far as that is possible; no link is followed.
+
+    Folders in it are moved beside it first, so that no depth, and no length of a path, is too much.
+    """
+    waiting, num_moved = [path], 0
+    while waiting:
+        folder = waiting.pop()
+        try:
+            os.rmdir(folder)
+            continue
+        except OSError:  # not empty
+            pass
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)
+            names = os.listdir(folder)
+        for name in names:
+            inner = f"{folder}/{name}"
+            try:
+                os.unlink(inner)
+            except OSError:  # a folder
+                num_moved += 1
+                with contextlib.suppress(OSError):
+                    os.chmod(inner, 0o700)
+                    os.rename(inner, f"{path}-{num_moved}")
+                    waiting.append(f"{path}-{num_moved}")
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
 
 def _children() -> list[int]:
@@ -318,38 +220,3 @@ def _children() -> list[int]:
                 if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
                     found.append(int(name))
     return found
-
-
-def serve(base: str, without: Collection[str] = ()) -> NoReturn:
-    """Answer requests until their pipe ends, then remove the folder `base` and exit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    isolated = "namespaces" not in without and confine.enter_namespaces()
-    if isolated:
-        # Namespaces of processes hold for children: the one that serves is the first of its own.
-        pid = os.fork()
-        if pid:
-            os.closerange(0, 3)
-            os.waitpid(pid, 0)
-            os._exit(0)
-        confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
-    requests, answers = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(null, fd)
-    os.environ.clear()
-    os.umask(0o077)
-    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
-    confine.prctl(confine.PR_SET_DUMPABLE, 0)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # children do not copy the pages of what is loaded
-    jail = Jail(base, Walls(without), isolated)
-    try:
-        while request := read_message(requests):
-            source, function, arguments, limits = json.loads(request)
-            found = jail.call(source, function, arguments, Limits(**limits))
-            write_message(answers, json.dumps(found).encode())
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
-        os._exit(0)

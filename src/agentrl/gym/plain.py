@@ -1,7 +1,6 @@
 """Plain data: the values that cross the sandbox's wall, as text that cannot run code when it is read."""
 
 import json
-from collections import Counter
 from typing import Any, cast
 
 MAX_DEPTH = 64  # nesting of containers; far below the recursion limit of any process that reads it
@@ -9,6 +8,8 @@ MAX_INT_BITS = 14_000  # below the 4,300 decimal digits that Python reads and wr
 
 TOO_LARGE = "result too large"
 TOO_DEEP = "result nested too deeply"
+
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode(value: object, max_bytes: int = 1 << 20) -> str:
@@ -21,7 +22,7 @@ def encode(value: object, max_bytes: int = 1 << 20) -> str:
     >>> encode((1, [True, None], {"a": 1.0}))
     '{"t":[1,[true,null],{"d":[["a",1.0]]}]}'
     """
-    text = json.dumps(_tagged(value, 0, [max_bytes]), separators=(",", ":"))
+    text = _to_json(_tagged(value, 0, [max_bytes]))
     if len(text) > max_bytes:
         raise ValueError(TOO_LARGE)
     return text
@@ -90,24 +91,32 @@ def _untagged(value: Any, depth: int) -> object:
     raise ValueError("not the text of plain data: unknown tag")
 
 
-def _canonical(value: object, depth: int) -> object:
-    """A hashable stand-in whose built-in equality is `same_value`."""
+def _canonical(value: object, depth: int) -> str:
+    """A text that stands for the value: equal texts are equal values.
+
+    Not something to hash: an answer may be made of numbers whose hashes collide, and then a set of them takes
+    time in the square of its size.
+    """
     kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return (kind.__name__, value)
+    if value is None or kind is bool:
+        return str(value)
+    if kind is int:
+        return f"{cast(int, value):x}"
     if kind is float:
-        return ("float", "nan" if value != value else value)
+        return "nan" if value != value else repr(cast(float, value) + 0.0)  # -0.0 equals 0.0
+    if kind is str:
+        return f"{len(cast(str, value))}'{value}"
     if depth > MAX_DEPTH:
         raise ValueError("cannot compare values nested too deeply (a structure that holds itself?)")
-    if kind is list or kind is tuple:
-        return (kind.__name__, tuple(_canonical(item, depth + 1) for item in cast("list[object]", value)))
-    if kind is set:
-        members = Counter(_canonical(item, depth + 1) for item in cast("set[object]", value))
-        return ("set", frozenset(members.items()))
+    if kind is list or kind is tuple or kind is set:
+        items = [_canonical(item, depth + 1) for item in cast("list[object]", value)]
+        if kind is set:
+            items.sort()
+        return f"{kind.__name__}({','.join(items)})"
     if kind is dict:
         pairs = cast("dict[object, object]", value).items()
-        members = Counter((_canonical(k, depth + 1), _canonical(v, depth + 1)) for k, v in pairs)
-        return ("dict", frozenset(members.items()))
+        items = [f"{_canonical(k, depth + 1)}:{_canonical(v, depth + 1)}" for k, v in pairs]
+        return f"dict({','.join(sorted(items))})"
     raise ValueError(
         f"cannot compare {kind.__name__}: only plain data (None, bool, int, float, str, containers)"
     )

@@ -1,10 +1,11 @@
 """The sandbox: calls functions that nobody trusts in children of a warm parent, and caches by content."""
 
+import functools
 import hashlib
 import json
 import os
 import select
-import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,15 +17,28 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import IO, Any, Self, cast
 
 from agentrl.gym.confine import WALLS, Limits
-from agentrl.gym.jail import RESULT, UNSTABLE, Answer, one_line
+from agentrl.gym.jail import remove_folder
+from agentrl.gym.job import VALUE, one_line, write_all
 from agentrl.gym.plain import decode, encode, same_value
+from agentrl.gym.server import SIZE, STARTED, pack_request
+from agentrl.gym.watch import UNSTABLE, parse_answers
 
 __all__ = ["Limits", "Outcome", "Sandbox", "same_value"]
 
 STOPPED = "sandbox stopped"
+START_SECONDS = 60.0
+MOST_POLL_SECONDS = 10**6
+MOST_CACHED = 1 << 14  # characters of a call's answers: there may be thousands of those
+
+Answer = tuple[bytes, str]  # its kind (VALUE, ERROR or UNSTABLE) and what it says
+
+
+@functools.lru_cache(maxsize=16)
+def _as_json(limits: Limits) -> str:
+    return json.dumps(asdict(limits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,31 @@ class Outcome:
     )
 
 
+class _Reader:
+    """Reads what a process says, as it comes, until a deadline (seconds of time.monotonic)."""
+
+    def __init__(self, pipe: IO[bytes], deadline: float) -> None:
+        self._fd = pipe.fileno()
+        self._deadline = deadline
+        self._poller = select.poll()
+        self._poller.register(self._fd, select.POLLIN)
+        self._buffer = bytearray()
+
+    def read_until(self, size: int) -> bytes:
+        """The next so many bytes; b"" where the pipe ends, or time runs out, before."""
+        while len(self._buffer) < size:
+            seconds = min(max(0.0, self._deadline - time.monotonic()), MOST_POLL_SECONDS)
+            if not self._poller.poll(seconds * 1000):
+                return b""
+            part = os.read(self._fd, 1 << 16)  # more would be mapped anew each time
+            if not part:
+                return b""
+            self._buffer += part
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return data
+
+
 class _Parent:
     """The warm parent process and the pipes to it."""
 
@@ -47,50 +86,63 @@ class _Parent:
         os.chmod(self.base, 0o711)  # the confined user passes through to its own scratch folder
         root = str(Path(__file__).parents[2])
         code = (
-            f"import sys; sys.path.append({root!r}); from agentrl.gym.jail import serve; "
+            f"import sys; sys.path.append({root!r}); from agentrl.gym.server import serve; "
             f"sys.path.pop(); serve({self.base!r}, {tuple(without)!r})"
         )
-        # A hash seed of its own makes the order of sets, and so what functions return, repeatable.
-        self.process = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-B", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0"},
-            cwd="/",
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C in the terminal is not for it
-        )
+        try:
+            # A hash seed of its own makes the order of sets, and so what functions return, repeatable.
+            self.process = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-P", "-B", "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,  # only until it has started
+                env={"PYTHONHASHSEED": "0"},
+                cwd="/",
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C in the terminal is not for it
+            )
+        except BaseException:
+            remove_folder(self.base)
+            raise
+        try:
+            self._wait_until_started()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_until_started(self) -> None:
+        """Raises OSError if the process cannot start: that is no fault of any function to be called."""
+        _, stdout, stderr = self._pipes()
+        answers = _Reader(stdout, time.monotonic() + START_SECONDS)
+        if answers.read_until(len(STARTED)) != STARTED:
+            self.process.kill()
+            lines = stderr.read().decode(errors="replace").strip().splitlines()
+            why = lines[-1] if lines else f"it did not within {START_SECONDS:.0f} s"
+            raise OSError(f"the sandbox's warm parent process could not start: {why}")
+        stderr.close()
+
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+        process = self.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        return process.stdin, process.stdout, process.stderr
 
     def exchange(self, request: bytes, seconds: float) -> bytes:
         """The answer to a request, or b"" when the process died or gave none in that time."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        deadline = time.monotonic() + seconds
+        stdin, stdout, _ = self._pipes()
+        answers = _Reader(stdout, time.monotonic() + seconds)
         try:
-            unsent = memoryview(len(request).to_bytes(8) + request)
-            while unsent:
-                unsent = unsent[os.write(stdin.fileno(), unsent) :]
+            write_all(stdin.fileno(), request)
         except BrokenPipeError:
             return b""
-        poller = select.poll()
-        poller.register(stdout, select.POLLIN)
-        buffer = bytearray()
-        while len(buffer) < 8 or len(buffer) < 8 + int.from_bytes(buffer[:8]):
-            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return b""
-            part = os.read(stdout.fileno(), 1 << 20)
-            if not part:
-                return b""
-            buffer += part
-        return bytes(buffer[8:])
+        head = answers.read_until(SIZE.size)
+        return answers.read_until(*SIZE.unpack(head)) if head else b""
 
     def close(self) -> None:
         """End the process and remove its folder; in a forked copy only let go of the pipes."""
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                pipe.close()
+        for pipe in self._pipes():
+            pipe.close()
         if self.owner != os.getpid():
             self.process.returncode = 0  # not our child: nothing to wait for
             return
@@ -99,17 +151,19 @@ class _Parent:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        shutil.rmtree(self.base, ignore_errors=True)
+        remove_folder(self.base)
 
 
 class Sandbox:
     """Runs functions that nobody trusts, with limits, and returns what they return as plain data.
 
-    One warm parent (a small interpreter without torch) forks a confined child a call. The child gets the
-    source, the function's name and the arguments, nothing else. It can write any message that it likes into
+    One warm parent (a small interpreter without torch) forks a confined child a call, before the call: it
+    waits for its job, does that one and ends. The child gets the source, the function's name and the
+    arguments, nothing else. It can write any message that it likes into
     the pipe of results; that gains nothing, because expected values never enter it: the caller compares, with
     `same_value`, plain data that was decoded here. A message that is garbled, cut short or too large is an
-    error outcome. Each process that uses a sandbox gets a parent of its own, also after a fork; a parent that
+    error outcome. What passes through the parent lies in memory that no child inherits, so that no run sees
+    another's. Each process that uses a sandbox gets a parent of its own, also after a fork; a parent that
     died is replaced.
 
     Limits on resources always hold. Where the kernel allows them there are four walls more: namespaces
@@ -145,17 +199,21 @@ class Sandbox:
 
         Each case decodes its own arguments, so that one may change them. A case that hangs or ends its child
         costs the later ones nothing, up to `limits.timeouts`. Raises ValueError for arguments that are not
-        plain data.
+        plain data, and OSError where the warm parent cannot start.
         """
         if not arguments:
             return []
         cases = [encode(self._checked(args)) for args in arguments]
-        request = json.dumps([source, function, cases, asdict(self.limits)]).encode()
-        if self._owner != os.getpid():  # forked: the parent, and perhaps the lock, belong to somebody else
-            self._lock, self._owner = threading.Lock(), os.getpid()
-        with self._lock:
+        job = json.dumps([source, function, cases])
+        request = pack_request(_as_json(self.limits), job, len(cases))
+        with self._own_lock():
             answers = self._answers(request, len(cases))
         return [self._outcome(*answer) for answer in answers]
+
+    def _own_lock(self) -> threading.Lock:
+        if self._owner != os.getpid():  # forked: perhaps another thread held it, and none is left to let go
+            self._lock, self._owner = threading.Lock(), os.getpid()
+        return self._lock
 
     @staticmethod
     def _checked(args: object) -> tuple[object, ...]:
@@ -174,7 +232,8 @@ class Sandbox:
         )  # once more if its parent died
         if not answers:
             return [(UNSTABLE, STOPPED)] * num_cases
-        if all(kind != UNSTABLE for kind, _ in answers):
+        is_stable = all(kind != UNSTABLE for kind, _ in answers)
+        if is_stable and sum(len(text) for _, text in answers) <= MOST_CACHED:
             self._cache[key] = answers
             if len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
@@ -188,8 +247,8 @@ class Sandbox:
         try:
             reply = parent.exchange(request, seconds)
             if reply:
-                answers = [(str(kind), str(text)) for kind, text in json.loads(reply)]
-        except (ValueError, TypeError):  # not an answer: the parent is not to be trusted any more
+                answers = parse_answers(reply, num_cases)
+        except (ValueError, struct.error):  # not an answer: the parent is not to be trusted any more
             answers = []
         finally:
             if len(answers) != num_cases:
@@ -210,8 +269,8 @@ class Sandbox:
         self._parent = self._finalizer = None
 
     @staticmethod
-    def _outcome(kind: str, text: str) -> Outcome:
-        if kind != RESULT:
+    def _outcome(kind: bytes, text: str) -> Outcome:
+        if kind != VALUE:
             return Outcome(False, None, one_line(text) or "error")
         try:
             return Outcome(True, decode(text), "")
@@ -220,7 +279,7 @@ class Sandbox:
 
     def close(self) -> None:
         """End the warm parent; a later call starts a new one. Also done when the interpreter exits."""
-        with self._lock:
+        with self._own_lock():
             self._stop()
 
     def __enter__(self) -> Self:

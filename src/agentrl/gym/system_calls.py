@@ -2,12 +2,13 @@
 
 import ctypes
 import errno
-import platform
+import os
 import struct
 
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+PR_GET_SECCOMP, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 21, 22, 2
 KILL_PROCESS, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-LOAD, IF_EQUAL, IF_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF: ld [k]; jeq k; jset k; ret k
+# classic BPF: ld [k]; jeq k; jge k; ret k
+LOAD, IF_EQUAL, IF_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data
 
 # name -> number on (x86_64, aarch64), None where the architecture lacks it. Source: the kernel's tables.
@@ -32,7 +33,9 @@ COMPUTE: dict[str, tuple[int | None, int | None]] = {
     "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293), "sched_yield": (24, 124),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-REMOVE: dict[str, tuple[int | None, int | None]] = {"unlink": (87, None), "unlinkat": (263, 35)}
+FILES: dict[str, tuple[int | None, int | None]] = {
+    "open": (2, None), "openat": (257, 56), "unlink": (87, None), "unlinkat": (263, 35),
+}  # fmt: skip
 START: dict[str, tuple[int | None, int | None]] = {
     "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None), "setsid": (112, 157),
     "wait4": (61, 260), "waitid": (247, 95),
@@ -40,61 +43,84 @@ START: dict[str, tuple[int | None, int | None]] = {
 # name -> numbers, the argument to look at, and the values of it that are let through
 IOCTL = ((16, 29), 1, (0x5401, 0x5413, 0x5450, 0x5451))  # is it a terminal, its size; close-on-exec
 FCNTL = ((72, 25), 1, (0, 1, 2, 3, 4, 1030))  # duplicate, flags; not "send a signal to"
-OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}  # name -> numbers, the argument with the flags
-WRITING = 0o3 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
 
 
-def program(machine: str, may_write: bool, may_start: bool) -> bytes:
+Step = tuple[int, int, int, int]  # code, jump if true, jump if false, k
+ALLOWED: list[Step] = [(RETURN, 0, 0, ALLOW)]
+DENIED: list[Step] = [(RETURN, 0, 0, ERRNO | errno.EPERM)]
+
+
+def program(machine: str, may_open: bool, may_start: bool) -> bytes:
     """The filter for a machine as BPF instructions, 8 bytes each; KeyError for an unknown architecture.
 
-    may_write lets files be opened for writing and removed; may_start lets processes and threads be started.
+    may_open lets files be opened and removed; may_start lets processes and threads be started.
     Never let through: sockets, exec, signals to others, tracing, limits, mounts, and all that is not named.
+
+    A binary search over ranges of numbers: the kernel tries a new filter on every number that there is, so a
+    chain of comparisons would take most of the time of installing one.
     """
     column, architecture = ARCHITECTURES[machine]
-    denied = (RETURN, 0, 0, ERRNO | errno.EPERM)
-    code: list[tuple[int, int, int, int]] = [
+    verdicts = _verdicts(column, may_open, may_start)
+    ranges: list[tuple[int, list[Step]]] = [(0, verdicts.get(0, DENIED))]  # first number, what to do
+    for number in range(1, max(verdicts) + 2):
+        verdict = verdicts.get(number, DENIED)
+        if verdict is not ranges[-1][1]:
+            ranges.append((number, verdict))
+    code: list[Step] = [
         (LOAD, 0, 0, ARCHITECTURE_AT),
         (IF_EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, KILL_PROCESS),
         (LOAD, 0, 0, NUMBER_AT),
+        *_search(ranges),
     ]
+    return b"".join(struct.pack("=HBBI", *step) for step in code)
 
-    def when(number: int | None, *then: tuple[int, int, int, int]) -> None:
-        if number is not None:
-            code.extend([(IF_EQUAL, 0, len(then), number), *then])
 
-    calls = COMPUTE | (REMOVE if may_write else {}) | (START if may_start else {})
-    for numbers in calls.values():
-        when(numbers[column], (RETURN, 0, 0, ALLOW))
-    for numbers, argument in OPEN.values():
-        look = (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)
-        refuse = (IF_ANY_BIT, 0, 1, 0 if may_write else WRITING)
-        when(numbers[column], look, refuse, denied, (RETURN, 0, 0, ALLOW))
+def _verdicts(column: int, may_open: bool, may_start: bool) -> dict[int, list[Step]]:
+    """What to do for each number that is not always denied."""
+    calls = COMPUTE | (FILES if may_open else {}) | (START if may_start else {})
+    verdicts = {number: ALLOWED for numbers in calls.values() if (number := numbers[column]) is not None}
     for numbers, argument, values in (IOCTL, FCNTL):
         look = (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)
-        let = [step for value in values for step in ((IF_EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
-        when(numbers[column], look, *let, denied)
-    code.append(denied)
-    return b"".join(struct.pack("=HBBI", *step) for step in code)
+        let = [step for value in values for step in ((IF_EQUAL, 0, 1, value), *ALLOWED)]
+        verdicts[numbers[column]] = [look, *let, *DENIED]
+    return verdicts
+
+
+def _search(ranges: list[tuple[int, list[Step]]]) -> list[Step]:
+    if len(ranges) == 1:
+        return ranges[0][1]
+    middle = len(ranges) // 2
+    below, above = _search(ranges[:middle]), _search(ranges[middle:])
+    return [(IF_AT_LEAST, len(below), 0, ranges[middle][0]), *below, *above]
 
 
 class SystemCallFilter:
     """The filters for this machine, built once; `install` puts one on the calling process, for ever."""
 
     def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        machine = platform.machine()
-        self._programs: dict[tuple[bool, bool], bytes] = {}
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+        self._programs: dict[tuple[bool, bool], bytes] = {}  # struct sock_fprog: number of steps, address
+        self._steps: list[ctypes.Array[ctypes.c_char]] = []
+        machine = os.uname().machine
         if machine in ARCHITECTURES:
-            for may_write in (False, True):
+            for may_open in (False, True):
                 for may_start in (False, True):
-                    self._programs[may_write, may_start] = program(machine, may_write, may_start)
+                    code = program(machine, may_open, may_start)
+                    steps = ctypes.create_string_buffer(code, len(code))
+                    self._steps.append(steps)  # it must live as long as its address
+                    head = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(steps))
+                    self._programs[may_open, may_start] = head
 
-    def install(self, may_write: bool, may_start: bool) -> bool:
+    @property
+    def is_supported(self) -> bool:
+        """Whether this machine and its kernel have such filters."""
+        return bool(self._programs) and self._prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
+
+    def install(self, may_open: bool, may_start: bool) -> bool:
         """Whether the kernel took the filter; the process must have given up new privileges before."""
         if not self._programs:
             return False
-        text = ctypes.create_string_buffer(self._programs[may_write, may_start])
-        head = struct.pack("HxxxxxxP", (len(text) - 1) // 8, ctypes.addressof(text))  # struct sock_fprog
-        return self._libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0) == 0
+        head = self._programs[may_open, may_start]
+        return self._prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0) == 0
