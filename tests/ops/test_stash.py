@@ -12,7 +12,7 @@ from agentrl.ops.head_inputs import read_head_inputs
 from agentrl.ops.log_probs import action_log_probs
 from agentrl.ops.peak_memory import peak_bytes
 from agentrl.ops.stash import Stash
-from agentrl.ops.tiles import CPU_TILE_BYTES, Buffers
+from agentrl.ops.tiles import Buffers
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-13}
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_keeps_nothing_until_backward(reentrant: bool) -> None:
 def test_what_graphs_hold_while_they_wait() -> None:
     """Three graphs: three gradients of the weight, or a few numbers a token."""
     hidden, weight, targets = problem(64, 32_000, 32, torch.float32)
-    gradient, tiles = weight.numel() * 4, CPU_TILE_BYTES
+    gradient, tiles = weight.numel() * 4, 5 << 20
 
     def peak(recompute: bool) -> int:
         return peak_bytes(
