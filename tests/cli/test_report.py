@@ -133,7 +133,11 @@ def test_watch_ends_with_ctrl_c_and_when_it_is_told_to(
     run = write_run(steps=6, done=3)
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(report.time, "sleep", lambda seconds: signal.raise_signal(number))
-    assert main(["report", str(run), "--watch"]) == 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        assert main(["report", str(run), "--watch"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert REFRESH not in (run / "report.html").read_text()
     said = capsys.readouterr().out
     assert "stopped watching; the run goes on" in said
