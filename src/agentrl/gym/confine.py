@@ -10,6 +10,7 @@ import signal
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass, fields
+from typing import Any
 
 from agentrl.gym.system_calls import SystemCallFilter
 
@@ -58,21 +59,20 @@ class Limits:
                 raise ValueError(f"{field.name} must be {kind}, {above} and at most {most}, got {value!r}")
 
 
-def _call(name: str, *args: int | bytes | None) -> None:
-    if getattr(_libc, name)(*args) != 0:
+def _call(function: Any, *args: int | bytes | None) -> None:
+    if function(*args) != 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
+        raise OSError(code, f"{function.__name__}: {os.strerror(code)}")
 
 
 def unshare(flags: int) -> None:
     """Leave the namespaces in `flags`; OSError where the kernel refuses."""
-    _call("unshare", flags)
+    _call(_libc.unshare, flags)
 
 
 def prctl(option: int, value: int) -> None:
     """Set one of the process's attributes; OSError where the kernel refuses."""
-    if _prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
+    _call(_prctl, option, value, 0, 0, 0)
 
 
 def enter_namespaces() -> bool:
@@ -115,9 +115,9 @@ def mount_scratch(folder: str) -> None:
     It takes a tenth of the time of a disk's to make a folder and remove it, and it cannot fill the disk.
     """
     unshare(CLONE_NEWNS)
-    _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)  # or others would see it
+    _call(_libc.mount, None, b"/", None, MS_REC | MS_PRIVATE, None)  # or others would see it
     options = f"mode=0711,size={SCRATCH_BYTES},nr_inodes={SCRATCH_FILES}".encode()
-    _call("mount", b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    _call(_libc.mount, b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
 
 
 class ProcessNamespaces:
@@ -132,14 +132,13 @@ class ProcessNamespaces:
 
     def renew(self) -> None:
         """The next child is the first process of a new namespace; OSError where the kernel refuses."""
-        _call("setns", self._own, CLONE_NEWPID)
+        _call(_libc.setns, self._own, CLONE_NEWPID)
         unshare(CLONE_NEWPID)
 
 
 def drop_capabilities() -> None:
     """Give up every capability, in a user namespace too."""
-    if _capset(*_NO_CAPABILITIES) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
+    _call(_capset, *_NO_CAPABILITIES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,12 +159,11 @@ class Sandbox:
 
     One warm parent (a small interpreter without torch) forks a confined child a call, before the call: it
     waits for its job, does that one and ends. The child gets the source, the function's name and the
-    arguments, nothing else. It can write any message that it likes into
-    the pipe of results; that gains nothing, because expected values never enter it: the caller compares, with
-    `same_value`, plain data that was decoded here. A message that is garbled, cut short or too large is an
-    error outcome. What passes through the parent lies in memory that no child inherits, so that no run sees
-    another's. Each process that uses a sandbox gets a parent of its own, also after a fork; a parent that
-    died is replaced.
+    arguments, nothing else. It can write any message that it likes into the pipe of results; that gains
+    nothing, because expected values never enter it: the caller compares, with `same_value`, plain data that
+    was decoded here. A message that is garbled, cut short or too large is an error outcome. What passes
+    through the parent lies in memory that no child inherits, so that no run sees another's. Each process that
+    uses a sandbox gets a parent of its own, also after a fork; a parent that died is replaced.
 
     Limits on resources always hold. Where the kernel allows them there are four walls more: namespaces
     (processes, network), an empty root folder, another user, a filter of system calls; `without` leaves some

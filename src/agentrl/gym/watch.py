@@ -13,7 +13,7 @@ from agentrl.gym.unshared import Unshared
 
 POLL_SECONDS = 0.002  # the shortest wait between two looks at a child's CPU clock
 CONFINE_SECONDS = 30.0  # of wall time, for what a child does before it has its job
-MAX_ERROR_BYTES = 10 * MAX_ERROR  # with each character as \UXXXXXXXX
+MAX_ERROR_BYTES = 10 * MAX_ERROR  # with every character escaped to ten
 UNSTABLE = b"U"  # kind of an error that may be another one next time, and so is not cached
 
 EXPECTED = ((CONFINED,), (READY,), (VALUE, ERROR))  # kinds of frames, by stage

@@ -245,8 +245,8 @@ def _loss_and_hidden_gradient(
     inputs: HeadInputs, token_loss: TokenLoss, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Gradients]:
     """Loss, log-probs and the gradient of a frozen head, in one pass over the tiles."""
-    found, hidden_gradient = TiledHead(inputs, rows).statistics_with_hidden_slope()
-    logp = found.scores().log_prob
+    scores, hidden_gradient = TiledHead(inputs, rows).scores_with_hidden_slope()
+    logp = scores.log_prob
     loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
     upstream, _, unit = _in_units(upstream, None, inputs)
     scored = hidden_gradient[: len(logp)]
@@ -272,10 +272,7 @@ def _loss_and_gradients(
     wanted = needs.weight and num_tokens > 0 and not (inputs.settings.precision.narrow and precluded)
     stash = Stash.reserve(inputs, num_tokens, stash_bytes) if wanted else None
     head = TiledHead(inputs, rows, stash)
-    found = head.statistics(entropy=entropy)
-    if inputs.settings.group is not None:
-        found.combine_(inputs.settings.group)
-    scores = found.scores()
+    scores = head.scores(entropy=entropy)
     logp, entropy_value = scores.log_prob, scores.entropy
     wanted = any(needs)
     loss, logp_gradient, entropy_gradient = _differentiate(

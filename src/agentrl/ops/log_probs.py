@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens: three plain references, and the head that never holds the logits.
 
 The full logits of N tokens take N * V floats, at a vocabulary of 151,936 more than most models.
-`action_log_probs` walks them in tiles of a few megabytes: forward keeps one log-sum-exp a token, backward
-recomputes each tile and turns it into its gradient in place.
+`action_log_probs` walks them in tiles of a few megabytes: forward keeps a few numbers a token, backward
+recomputes each tile that found no place to wait and turns it into its gradient in place.
 """
 
 # N action tokens, V vocabulary, D width, B trajectories, T tokens of one
@@ -222,13 +222,10 @@ class _HeadLogProbs(torch.autograd.Function):
         head = TiledHead(inputs, stash=stash)
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             if ctx.hidden_slope_known:
-                found, slope = head.statistics_with_hidden_slope()
+                scores, slope = head.scores_with_hidden_slope()
                 ctx.save_for_backward(slope, inputs.hidden)
-                return found.scores().log_prob, None
-            found = head.statistics(entropy=entropy)
-        if inputs.settings.group is not None:
-            found.combine_(inputs.settings.group)
-        scores = found.scores()
+                return scores.log_prob, None
+            scores = head.scores(entropy=entropy)
         ctx.save_for_backward(*inputs[:5], *scores)
         ctx.stash = stash
         # copies, which the caller may overwrite

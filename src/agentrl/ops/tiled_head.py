@@ -9,7 +9,7 @@ from torch import Tensor
 from agentrl.ops.gradient_sums import GradientSums, RowSum, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
-from agentrl.ops.logit_map import LogitMap, Statistics, clamp_log_, id_columns
+from agentrl.ops.logit_map import LogitMap, Scores, Statistics, clamp_log_, id_columns
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiles import Buffers, Factor, Grid, Tile, logit_product
 
@@ -17,7 +17,7 @@ from agentrl.ops.tiles import Buffers, Factor, Grid, Tile, logit_product
 class TiledHead:
     """The logits [N, V] of hidden [N, D] under the head, as tiles that exist one at a time.
 
-    A stash, reserved for the same tokens, keeps their exponentials from `statistics` to `gradients`.
+    A stash, reserved for the same tokens, keeps their exponentials from `scores` to `gradients`.
     """
 
     def __init__(self, inputs: HeadInputs, rows: Tensor | None = None, stash: Stash | None = None) -> None:
@@ -64,9 +64,9 @@ class TiledHead:
             logit_product(hidden, weight.T, self.precision, out=logits)
         return self.logit_map.squash_(logits, tile)
 
-    def _target_rows(self) -> tuple[Tensor, Tensor]:
-        """Each token's target as a row of this rank's weight [N], 0 where another has it, and whether not."""
-        rows = self.targets - self.vocab_start
+    def _target_rows(self, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """The tokens' targets as rows of this rank's weight [n], 0 where another has it, and whether not."""
+        rows = self.targets[tokens] - self.vocab_start
         here = (rows >= 0) & (rows < len(self.weight.source))
         return rows.where(here, 0), here
 
@@ -98,7 +98,7 @@ class TiledHead:
             exact = self._exact_logits(found.top.clamp(min=0))
             found.correct(exact, rows.where(here, -1))
 
-    def statistics(self, *, entropy: bool) -> Statistics:
+    def scores(self, *, entropy: bool) -> Scores:
         """One pass over the tiles, which the stash keeps as far as it reaches: one matrix product.
 
         With a soft-cap, it keeps tanh instead: a slope 1 - tanh^2 is lost in the rounding of a logit.
@@ -114,15 +114,17 @@ class TiledHead:
             if self.stash is not None and not capped:
                 self.stash.keep(tile, exp, found.maximum)
         self._correct(found)
-        return found
+        if self.group is not None:
+            found.combine_(self.group)
+        return found.scores()
 
-    def statistics_with_hidden_slope(self) -> tuple[Statistics, Tensor]:
-        """The statistics, and d log-prob / d hidden [N, D] in hidden's dtype, in the same pass: two products.
+    def scores_with_hidden_slope(self) -> tuple[Scores, Tensor]:
+        """The scores, and d log-prob / d hidden [N, D] in hidden's dtype, in the same pass: two products.
 
         With q = exp(z - running maximum), sum_v q_v W_v is rescaled as the maximum grows and divided by
         sum_v q_v at the end, which shards of the vocabulary do in common, with their statistics. The target
-        stays out of the sum: (1 - p_y) W_y - sum_{v != y} p_v W_v loses
-        nothing where p_y is close to 1, W_y - sum_v p_v W_v would.
+        stays out of the sum: (1 - p_y) W_y - sum_{v != y} p_v W_v loses nothing where p_y is close to 1,
+        W_y - sum_v p_v W_v would.
         """
         found = Statistics.start(self._target_logits(), self.precision, entropy=False)
         hidden = self.hidden.source
@@ -155,7 +157,7 @@ class TiledHead:
                 stop = min(start + self.grid.tokens, num_tokens)
                 self._finish_hidden_slope(sums, found, start, stop)
             dist.all_reduce(slope[:num_tokens], group=self.group)
-        return found, slope.to(hidden.dtype)
+        return found.scores(), slope.to(hidden.dtype)
 
     def _finish_hidden_slope(self, sums: RowSum, found: Statistics, start: int, stop: int) -> None:
         tokens = slice(start, stop)
@@ -165,7 +167,7 @@ class TiledHead:
         if self.logit_map.softcap is not None:
             rest = rest * self.logit_map.cap_slope(found.target[tokens], start)
         slope = self.logit_map.token_slope(start, stop)
-        ids, here = (part[tokens] for part in self._target_rows())
+        ids, here = self._target_rows(tokens)
         target_rows = self.weight.source.index_select(0, ids)
         rows = sums.rows(start, stop)
         rows.mul_((-slope / total).to(rows.dtype)[:, None])
