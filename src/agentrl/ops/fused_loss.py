@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.ops.gradient_sums import spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
-from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs
+from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs, wants_gradient
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import LogitPrecision
@@ -84,7 +84,7 @@ def fused_policy_loss(
         raise ValueError(f"stash_bytes must be a whole number, at least 0, got {stash_bytes!r}")
     inputs = read_head_inputs(
         "fused_policy_loss",
-        2 + with_entropy,
+        1 + with_entropy,
         hidden,
         weight,
         targets,
@@ -95,6 +95,7 @@ def fused_policy_loss(
         logits=logits,
         tile_bytes=tile_bytes,
         group=group,
+        stashed=wants_gradient(weight),
     )
     rows = None if active is None else _active_rows(active, inputs.hidden)
     grad_enabled = torch.is_grad_enabled()
@@ -218,9 +219,11 @@ def _in_units(
 
 
 def _multiply_(part: Tensor, factor: Tensor) -> None:
-    """Multiply in place by a scalar; as a vector of one, it is not rounded to part's 16 bits first."""
-    for rows in part.split(1024) if part.dtype.itemsize < 4 else (part,):
-        rows.mul_(factor.view(1))
+    """Multiply in place by a scalar, which is not rounded to part's 16 bits first."""
+    if factor.device.type != "cpu":
+        part.mul_(factor.view(1))  # as a vector, and without waiting for its value
+    elif float(factor) != 1.0:
+        part.mul_(float(factor))
 
 
 def _refuse_other_leaves(loss: Tensor, leaves: list[Tensor]) -> None:

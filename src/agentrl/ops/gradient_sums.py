@@ -14,21 +14,23 @@ from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, Tile
 # Rows added at a time where dtypes differ: PyTorch widens the addend in memory of its own.
 _BLOCK = 128
 # Moved at a time where rows change their place within one memory.
-_MOVED_BYTES = 1 << 20
+_MOVED_BYTES = 1 << 19
+# Of a column's 16-bit tiles that wait for a common product.
+_WAITING_BYTES = 2 << 20
 
 
 class RowSum:
     """A gradient [R, D] as a sum of products, accumulated in the wide dtype and cast once.
 
-    `sums` are the running sums: the gradient itself; one tile of rows, where a tile's products follow each
-    other; or all rows, in pieces. The first piece may lie in the memory of the gradient: rows are finished in
-    ascending order, and a 16-bit row ends before the sums of later rows begin.
+    `sums` are the running sums of all rows, in pieces; None where a tile's products follow each other, so
+    that one tile of rows will do. They are the gradient itself, or the first piece may lie in its memory:
+    rows are finished in ascending order, and a 16-bit row ends before the sums of later rows begin.
     """
 
     def __init__(
         self,
         gradient: Tensor,
-        sums: Sequence[Tensor],
+        sums: Sequence[Tensor] | None,
         precision: Precision,
         buffers: Buffers,
         unscale: Tensor | None = None,
@@ -38,12 +40,11 @@ class RowSum:
         self.precision = precision
         self.buffers = buffers
         self.unscale = unscale  # divides out the factor that kept float16 products in range
-        self.one_tile = sum(map(len, sums)) < len(gradient)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """The running sums of rows [start, stop), none across the end of a piece, in the wide dtype."""
-        if self.one_tile:
-            return self.sums[0][: stop - start]
+        if self.sums is None:
+            return self.buffers.take("sums", (stop - start, self.gradient.shape[1]), self.precision.wide)
         for piece in self.sums:
             if start < len(piece):
                 return piece[start:stop]
@@ -64,13 +65,15 @@ class RowSum:
             torch.mm(lhs, rhs, out=sums) if first else sums.addmm_(lhs, rhs)
         elif on_cuda and first:
             torch.mm(lhs, rhs, out_dtype=sums.dtype, out=sums)
-        elif on_cuda:
-            part = self.buffers.take("part", sums.shape, sums.dtype)
-            sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
         else:
-            part = torch.mm(lhs, rhs, out=self.buffers.take("part", sums.shape, lhs.dtype))
-            for total, term in zip(sums.split(_BLOCK), part.split(_BLOCK), strict=True):
-                total.copy_(term) if first else total.add_(term)
+            # 16-bit factors are a copy of the tile, whose own memory is free by now
+            part = self.buffers.take("tile", sums.shape, sums.dtype if on_cuda else lhs.dtype)
+            if on_cuda:
+                sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
+            else:
+                torch.mm(lhs, rhs, out=part)
+                for total, term in zip(sums.split(_BLOCK), part.split(_BLOCK), strict=True):
+                    total.copy_(term) if first else total.add_(term)
         if last:
             self.finish(start, stop)
 
@@ -79,15 +82,13 @@ class RowSum:
         sums, gradient = self.rows(start, stop), self.gradient[start:stop]
         if self.unscale is not None:
             sums.mul_(self.unscale)
-        if self.sums[0] is self.gradient:
-            return
-        if self.sums[0].data_ptr() != self.gradient.data_ptr():
+        if self.sums is None or self.sums[0].data_ptr() != self.gradient.data_ptr():
             gradient.copy_(sums)
-            return
-        block = _rows_of(_MOVED_BYTES, sums)
-        for total, row in zip(sums.split(block), gradient.split(block), strict=True):
-            # by way of other memory: a row may overlap its own sums
-            row.copy_(self.buffers.take("cast", total.shape, row.dtype).copy_(total))
+        elif self.sums[0] is not self.gradient:
+            block = _rows_of(_MOVED_BYTES, sums)
+            for total, row in zip(sums.split(block), gradient.split(block), strict=True):
+                # by way of other memory: a row may overlap its own sums
+                row.copy_(self.buffers.take("cast", total.shape, row.dtype).copy_(total))
 
 
 class Phase(NamedTuple):
@@ -131,17 +132,13 @@ class GradientSums:
             grid = replace(grid, tokens=max(1, grid.tokens // 2))
         self.grid = grid
         self.vocab_outermost = stashed or (weight is not None and not longer)
-        sides = (weight, grid.num_vocab, grid.vocab), (hidden, grid.num_tokens, grid.tokens)
-        (outer, outer_rows, tile_rows), (inner, inner_rows, _) = (
-            sides if self.vocab_outermost else sides[::-1]
-        )
+        sides = (weight, grid.num_vocab), (hidden, grid.num_tokens)
+        (outer, outer_rows), (inner, inner_rows) = sides if self.vocab_outermost else sides[::-1]
         self.phases = [Phase(0, outer_rows, inner=True, outer=True)]
         sums: list[RowSum | None] = [None, None]
         if outer is not None:
             found = outer[:outer_rows]
-            held = [found]
-            if found.dtype != precision.wide or stashed:
-                held = [found.new_empty(tile_rows, found.shape[1], dtype=precision.wide)]
+            held = None if found.dtype != precision.wide or stashed else [found]
             sums[0] = RowSum(found, held, precision, buffers, unscale)
         if inner is not None:
             found = inner[:inner_rows]
@@ -155,6 +152,12 @@ class GradientSums:
                     held = self._borrow(inner, outer, inner_rows, precision.wide)
             sums[1] = RowSum(found, held, precision, buffers, unscale)
         self.weight, self.hidden = sums if self.vocab_outermost else sums[::-1]
+        self.precision, self.buffers = precision, buffers
+        self.first_waiting = 0  # token
+        self.most_waiting = grid.tokens
+        if self.vocab_outermost and weight is not None and weight.shape[1] > grid.tokens:
+            fitting = min(spare_bytes, _WAITING_BYTES) // (grid.vocab * precision.gradient_operands.itemsize)
+            self.most_waiting = min(grid.num_tokens, max(grid.tokens, fitting))
 
     def _borrow(self, inner: Tensor, outer: Tensor, inner_rows: int, wide: torch.dtype) -> list[Tensor]:
         """Memory for `inner_rows` rows of sums; cuts the grid between its pieces, the walk into phases."""
@@ -197,14 +200,35 @@ class GradientSums:
         into_weight, into_hidden = phase.outer, phase.inner
         if not self.vocab_outermost:
             into_weight, into_hidden = into_hidden, into_weight
+        waiting, operand = self._operands(tile, gradient)
         if self.hidden is not None and into_hidden:
-            factor = weight.tile(tile.v0, tile.v1, gradient.dtype)
+            factor = weight.tile(tile.v0, tile.v1, operand.dtype)
             first, last = tile.first_in_row, tile.last_in_row
-            self.hidden.add(tile.n0, tile.n1, gradient, factor, first=first, last=last)
-        if self.weight is not None and into_weight:
-            factor = hidden.tile(tile.n0, tile.n1, gradient.dtype)
-            first, last = tile.first_in_column, tile.last_in_column
-            self.weight.add(tile.v0, tile.v1, gradient.T, factor, first=first, last=last)
+            self.hidden.add(tile.n0, tile.n1, operand, factor, first=first, last=last)
+        if self.weight is not None and into_weight and waiting is not None:
+            factor = hidden.tile(tile.n1 - len(waiting), tile.n1, operand.dtype)
+            first, last = len(waiting) == tile.n1, tile.last_in_column
+            self.weight.add(tile.v0, tile.v1, waiting.T, factor, first=first, last=last)
+
+    def _operands(self, tile: Tile, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The tile as a factor of its products: of the weight's, and of hidden's.
+
+        Where fewer tokens than the width make adding [v, D] to the weight's sums expensive, a 16-bit copy of
+        the tile waits (None), as far as there is room, for a common product with those below it.
+        """
+        dtype = self.precision.gradient_operands
+        if gradient.dtype == dtype:
+            return gradient, gradient
+        if not self.vocab_outermost:
+            operand = self.buffers.take("operand", gradient.shape, dtype).copy_(gradient)
+            return operand, operand
+        begin, end = tile.n0 - self.first_waiting, tile.n1 - self.first_waiting
+        plane = self.buffers.take("operand", (self.most_waiting, gradient.shape[1]), dtype)
+        operand = plane[begin:end].copy_(gradient)
+        if not tile.last_in_column and end + self.grid.tokens <= self.most_waiting:
+            return None, operand
+        self.first_waiting = 0 if tile.last_in_column else tile.n1
+        return plane[:end], operand
 
 
 def _rows_of(num_bytes: int, tensor: Tensor) -> int:

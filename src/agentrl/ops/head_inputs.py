@@ -65,9 +65,11 @@ def read_head_inputs(
     tile_bytes: int | None = None,
     logits: LogitPrecision = "float32",
     group: dist.ProcessGroup | None = None,
+    stashed: bool = False,
 ) -> HeadInputs:
     """Check the arguments of `caller` and resolve what autocast, sharding and defaults leave open.
 
+    `tiles_held`, and whether sums stand beside a stash (`stashed`), set how large a tile is by default.
     Raises ValueError for shapes, dtypes, devices and values that do not fit, RuntimeError under torch.func.
     """
     if torch._C._are_functorch_transforms_active():
@@ -100,7 +102,9 @@ def read_head_inputs(
     if tile_bytes is None:
         learned = isinstance(temperature, Tensor) and temperature.requires_grad
         tiles_held += (softcap is not None) + learned
-        tile_bytes = default_tile_bytes(hidden.dtype, hidden.device, tiles_held, hidden.shape[1])
+        tile_bytes = default_tile_bytes(
+            hidden.dtype, hidden.device, tiles_held, hidden.shape[1], stashed=stashed
+        )
     if not is_whole(tile_bytes) or tile_bytes < 1:
         raise ValueError(f"tile_bytes must be a positive whole number, got {tile_bytes!r}")
     for name, value in (("softcap", softcap), ("scale", scale)):
@@ -139,6 +143,11 @@ def check_tensors(**tensors: Any) -> None:
 def is_whole(value: Any) -> bool:
     """Whether it is a whole number; True is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def wants_gradient(weight: Any) -> bool:
+    """Whether autograd will ask for the gradient of `weight`."""
+    return torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
 
 
 def _is_positive(value: Any) -> bool:

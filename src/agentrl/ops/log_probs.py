@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
-from agentrl.ops.head_inputs import HeadInputs, HeadKeywords, check_ids, is_whole, read_head_inputs
+from agentrl.ops.head_inputs import (
+    HeadInputs,
+    HeadKeywords,
+    check_ids,
+    is_whole,
+    read_head_inputs,
+    wants_gradient,
+)
 from agentrl.ops.logit_map import Scores
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiled_head import TiledHead
@@ -172,7 +179,7 @@ def action_log_probs(
     """
     inputs = read_head_inputs(
         "action_log_probs",
-        1 + return_entropy + _wants_gradient(weight),
+        1 + return_entropy,
         hidden,
         weight,
         targets,
@@ -183,6 +190,7 @@ def action_log_probs(
         logits=logits,
         tile_bytes=tile_bytes,
         group=group,
+        stashed=not recompute and wants_gradient(weight),
     )
     stash = None if recompute else _reserve(inputs)
     log_probs, entropy = _HeadLogProbs.apply(return_entropy, torch.is_grad_enabled(), stash, *inputs)
@@ -193,10 +201,6 @@ def action_log_probs(
 _MOST_STASHED = 8
 
 
-def _wants_gradient(weight: Any) -> bool:
-    return torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
-
-
 def _reserve(inputs: HeadInputs) -> Stash | None:
     """Room for exponentials in the weight's gradient, where that saves products and rounds nothing."""
     num_tokens, width = inputs.hidden.shape
@@ -204,7 +208,7 @@ def _reserve(inputs: HeadInputs) -> Stash | None:
     worth_it = 0 < num_tokens <= _MOST_STASHED * width and not inputs.settings.precision.narrow
     return (
         Stash.reserve(inputs, num_tokens)
-        if _wants_gradient(inputs.weight) and worth_it and not hooked
+        if wants_gradient(inputs.weight) and worth_it and not hooked
         else None
     )
 

@@ -74,13 +74,13 @@ class LogitMap:
 
 
 def id_columns(ids: Tensor, tile: Tile, vocab_start: int) -> tuple[Tensor, Tensor]:
-    """Each token's id [N] as a column [n, 1] of the tile, 0 where it lies elsewhere, and whether it is here.
+    """Each token's id [N] as a column [n, 1] of the tile, any if it lies elsewhere, and if it is here.
 
     No shape depends on the data, so a GPU never waits.
     """
     column = ids[tile.n0 : tile.n1, None] - (vocab_start + tile.v0)
-    here = (column >= 0) & (column < tile.v1 - tile.v0)
-    return column.where(here, 0), here
+    inside = column.clamp(0, tile.v1 - tile.v0 - 1)
+    return inside, column == inside
 
 
 @dataclass(slots=True)

@@ -81,7 +81,7 @@ class Stash:
             return column[tile.n0 - start : tile.n1 - start], maxima[tile.n0 : tile.n1]
         tokens = self.tokens[tile.n0 : tile.n1]
         # into memory that the tile's gradient takes next
-        name = "logits" if column.dtype == self.maxima.dtype else "narrow"
+        name = "tile" if column.dtype == self.maxima.dtype else "narrow"
         out = buffers.take(name, (len(tokens), column.shape[1]), column.dtype)
         return torch.index_select(column, 0, tokens - start, out=out), maxima.index_select(0, tokens)
 

@@ -56,7 +56,7 @@ class TiledHead:
         operands = self.precision.logit_operands
         hidden = self.hidden.tile(tile.n0, tile.n1, operands)
         weight = self.weight.tile(tile.v0, tile.v1, operands)
-        logits = self.buffers.take("logits", (len(hidden), len(weight)), self.precision.wide)
+        logits = self.buffers.take("tile", (len(hidden), len(weight)), self.precision.wide)
         if self.precision.narrow and self.precision.logits == "input":
             rounded = self.buffers.take("narrow", (len(hidden), len(weight)), operands)
             logits.copy_(torch.mm(hidden, weight.T, out=rounded))
@@ -105,7 +105,7 @@ class TiledHead:
         """
         capped = self.logit_map.softcap is not None
         found = Statistics.start(self._target_logits(), self.precision, entropy=entropy)
-        for tile in self.grid.walk(vocab_outermost=False):
+        for tile in self.grid.walk(vocab_outermost=True):
             squashed = self._squashed(tile)
             if self.stash is not None and capped:
                 self.stash.keep(tile, squashed, found.maximum)
@@ -131,10 +131,8 @@ class TiledHead:
         # shards of the vocabulary add up their parts before anything is rounded
         dtype = hidden.dtype if self.group is None else self.precision.wide
         slope = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
-        held = slope
-        if slope.dtype != self.precision.wide:
-            held = slope.new_empty(self.grid.tokens, slope.shape[1], dtype=self.precision.wide)
-        sums = RowSum(slope, [held], self.precision, self.buffers)
+        held = [slope] if slope.dtype == self.precision.wide else None
+        sums = RowSum(slope, held, self.precision, self.buffers)
         for tile in self.grid.walk(vocab_outermost=False):
             squashed = self._squashed(tile)
             cap = self._cap_slope(squashed)
@@ -193,7 +191,7 @@ class TiledHead:
             gradient = self._tile_gradient(tile, upstream, temperatures, self.stash if whole else None)
             if found.bias is not None and phase.inner:
                 found.bias[tile.v0 : tile.v1] += gradient.sum(0)
-            sums.add(phase, tile, self._operand(gradient), self.hidden, self.weight)
+            sums.add(phase, tile, gradient, self.hidden, self.weight)
         for part in (found.bias, found.temperatures):
             if part is not None and unscale is not None:
                 part.mul_(unscale)
@@ -289,8 +287,7 @@ class TiledHead:
         log_share = maximum - upstream.scores.maximum[tokens, None]
         log_share.sub_(upstream.scores.log_total[tokens, None])
         factor = log_share.exp_().mul_(-upstream.logp[tokens, None])
-        gradient = torch.mul(exp, factor, out=self.buffers.take("logits", exp.shape, self.precision.wide))
-        return self._put_exact(gradient, tile, upstream)
+        return self._put_exact(self._copied(exp).mul_(factor), tile, upstream)
 
     def _held_logits(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
         """Logits from exp(z - maximum). Where that is 0, so is p and any finite logit will do, but for the
@@ -301,7 +298,7 @@ class TiledHead:
         return self._put(logits, tile, self.targets, self.vocab_start, upstream.scores.target_logit)
 
     def _copied(self, held: Tensor) -> Tensor:
-        return self.buffers.take("logits", held.shape, self.precision.wide).copy_(held)
+        return self.buffers.take("tile", held.shape, self.precision.wide).copy_(held)
 
     def _put_exact(self, gradient: Tensor, tile: Tile, upstream: Upstream) -> Tensor:
         """Overwrite a tile's d loss / d logit [n, v] where logits are known without rounding."""
@@ -329,7 +326,7 @@ class TiledHead:
         return (
             gradient
             if gradient.dtype == dtype
-            else self.buffers.take("narrow", gradient.shape, dtype).copy_(gradient)
+            else self.buffers.take("operand", gradient.shape, dtype).copy_(gradient)
         )
 
     def _sloped(self, upstream: Upstream) -> tuple[Upstream, Tensor | None]:

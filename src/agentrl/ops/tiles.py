@@ -19,19 +19,25 @@ LogitPrecision = Literal["float32", "input"]
 # 4096 x 4096 to give every multiprocessor several blocks.
 CPU_TILE_BYTES = 8 << 20
 CUDA_TILE_BYTES = 64 << 20
+# Rows selected at a time where they are widened, too.
+_SELECTED = 128
 
 
-def default_tile_bytes(inputs: torch.dtype, device: torch.device, tiles_held: int, width: int) -> int:
-    """Bytes of one tile, such that all that is held at a time stays below 16 MiB on CPU.
+def default_tile_bytes(
+    inputs: torch.dtype, device: torch.device, tiles_held: int, width: int, *, stashed: bool
+) -> int:
+    """Bytes of one tile, such that all that is held at a time stays below 16 MB on CPU.
 
-    Soft-cap, entropy and a temperature's gradient each hold a second tile; 16-bit inputs hold wide copies of
-    their factors, which outweigh the tile where they are wide, and a 16-bit copy of the gradient.
+    Soft-cap, entropy and a temperature's gradient each hold a second tile, as do the float32 sums beside a
+    stash; 16-bit inputs hold wide copies of their factors and sums, which outweigh the tile where they are
+    wide, and 16-bit copies of the gradient.
     """
     if device.type == "cuda":
-        return CUDA_TILE_BYTES // tiles_held
+        return CUDA_TILE_BYTES // (tiles_held + stashed)
     if inputs.itemsize >= 4:
-        return CPU_TILE_BYTES // tiles_held
-    return min(CPU_TILE_BYTES // (2 * tiles_held), CPU_TILE_BYTES * (3 if width <= 512 else 2) // 8)
+        return CPU_TILE_BYTES // (tiles_held + stashed)
+    eighths = 4 if width <= 256 else 3 if width <= 512 else 2
+    return CPU_TILE_BYTES * eighths // 8 // tiles_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +152,16 @@ class Grid:
         """The squarest tile of at most `tile_bytes`, longer along one side where the other is short.
 
         Copied factors, up to [n, D] of hidden and for 16-bit inputs [v, D] of the weight, stay about as small
-        as the tile, and so do sums [v, D] of the weight's gradient that have memory of their own.
+        as the tile, and so do sums [v, D] of the weight's gradient that have memory of their own. 16-bit
+        tiles of a wide weight have twice as many columns as rows: a bfloat16 product with more rows than
+        columns may run on one thread.
         """
         cells = max(1, tile_bytes // precision.wide.itemsize)
-        longest = min(num_tokens, max(1, 2 * cells // width))
+        longest = min(num_tokens, max(1, (1 if precision.narrow else 2) * cells // width))
         tokens = max(1, min(math.isqrt(cells), longest))
-        copied = max(1, cells // width) if precision.narrow or sums_apart else num_vocab
+        copied = num_vocab
+        if precision.narrow or sums_apart:
+            copied = max(1, (2 if precision.narrow else 1) * cells // width)
         vocab = max(1, min(num_vocab, cells // tokens, copied))
         tokens = max(1, min(longest, cells // vocab))
         return Grid(num_tokens, num_vocab, tokens, _even(num_vocab, vocab), token_cuts)
@@ -187,18 +197,18 @@ def _even(total: int, at_most: int) -> int:
 
 @dataclass(slots=True)
 class Buffers:
-    """Memory that tiles reuse: one flat buffer a name."""
+    """Memory that tiles reuse: one flat buffer of bytes a name."""
 
     device: torch.device
     flat: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor; it shares memory with the last one of this name."""
-        size = math.prod(shape)
+        size = math.prod(shape) * dtype.itemsize
         held = self.flat.get(name)
-        if held is None or held.numel() < size or held.dtype != dtype:
-            held = self.flat[name] = torch.empty(size, dtype=dtype, device=self.device)
-        return held[:size].view(*shape)
+        if held is None or held.numel() < size:
+            held = self.flat[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return held[:size].view(dtype).view(*shape)
 
 
 class Factor:
@@ -209,21 +219,21 @@ class Factor:
         self.source = source
         self.rows = rows  # int64: which rows of the source take part; None means all
         self.buffers = buffers
-        self.held: dict[torch.dtype, tuple[int, int, Tensor]] = {}
+        self.held: tuple[int, int, Tensor] | None = None  # the last copy: one at a time, in the same memory
 
     def tile(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Rows [start, stop) as `dtype`: a view of the source where nothing has to change."""
         if self.rows is None and dtype == self.source.dtype:
             return self.source[start:stop]
-        held = self.held.get(dtype)
-        if held is not None and held[:2] == (start, stop):
-            return held[2]
-        out = self.buffers.take(f"{self.name} {dtype}", (stop - start, self.source.shape[1]), dtype)
+        if self.held is not None and self.held[:2] == (start, stop) and self.held[2].dtype == dtype:
+            return self.held[2]
+        out = self.buffers.take(self.name, (stop - start, self.source.shape[1]), dtype)
         if self.rows is None:
             out.copy_(self.source[start:stop])
         elif dtype == self.source.dtype:
             torch.index_select(self.source, 0, self.rows[start:stop], out=out)
         else:
-            out.copy_(self.tile(start, stop, self.source.dtype))
-        self.held[dtype] = (start, stop, out)
+            for some, rows in zip(out.split(_SELECTED), self.rows[start:stop].split(_SELECTED), strict=True):
+                some.copy_(self.source.index_select(0, rows))
+        self.held = start, stop, out
         return out
