@@ -14,7 +14,7 @@ from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, Tile
 # Rows added at a time where dtypes differ: PyTorch widens the addend in memory of its own.
 _BLOCK = 128
 # Moved at a time where rows change their place within one memory.
-_MOVED_BYTES = 1 << 19
+_MOVED_BYTES = 1 << 18
 # Of a column's 16-bit tiles that wait for a common product.
 _WAITING_BYTES = 2 << 20
 
@@ -156,8 +156,9 @@ class GradientSums:
         self.first_waiting = 0  # token
         self.most_waiting = grid.tokens
         if self.vocab_outermost and weight is not None and weight.shape[1] > grid.tokens:
-            fitting = min(spare_bytes, _WAITING_BYTES) // (grid.vocab * precision.gradient_operands.itemsize)
-            self.most_waiting = min(grid.num_tokens, max(grid.tokens, fitting))
+            tile_bytes = grid.tokens * grid.vocab * precision.gradient_operands.itemsize
+            tiles = max(1, min(spare_bytes, _WAITING_BYTES) // tile_bytes)
+            self.most_waiting = min(grid.num_tokens, tiles * grid.tokens)
 
     def _borrow(self, inner: Tensor, outer: Tensor, inner_rows: int, wide: torch.dtype) -> list[Tensor]:
         """Memory for `inner_rows` rows of sums; cuts the grid between its pieces, the walk into phases."""

@@ -166,10 +166,12 @@ class TiledHead:
             rest = rest * self.logit_map.cap_slope(found.target[tokens], start)
         slope = self.logit_map.token_slope(start, stop)
         ids, here = self._target_rows(tokens)
-        target_rows = self.weight.source.index_select(0, ids)
         rows = sums.rows(start, stop)
-        rows.mul_((-slope / total).to(rows.dtype)[:, None])
-        rows.addcmul_(target_rows.to(rows.dtype), (rest * slope).where(here, 0.0).to(rows.dtype)[:, None])
+        others, own = (-slope / total).to(rows.dtype), (rest * slope).where(here, 0.0).to(rows.dtype)
+        for some, *parts in zip(*(part.split(128) for part in (rows, others, own, ids)), strict=True):
+            scaled, weighted, id_rows = parts
+            target_rows = self.weight.source.index_select(0, id_rows).to(rows.dtype)
+            some.mul_(scaled[:, None]).addcmul_(target_rows, weighted[:, None])
         sums.finish(start, stop)
 
     def gradients(self, upstream: Upstream, needs: Needs) -> Gradients:

@@ -153,15 +153,15 @@ class Grid:
 
         Copied factors, up to [n, D] of hidden and for 16-bit inputs [v, D] of the weight, stay about as small
         as the tile, and so do sums [v, D] of the weight's gradient that have memory of their own. 16-bit
-        tiles of a wide weight have twice as many columns as rows: a bfloat16 product with more rows than
-        columns may run on one thread.
+        tiles of a wide weight have 7/4 as many columns as rows, all that the memory allows: a bfloat16
+        product with more rows than columns may run on one thread.
         """
         cells = max(1, tile_bytes // precision.wide.itemsize)
         longest = min(num_tokens, max(1, (1 if precision.narrow else 2) * cells // width))
         tokens = max(1, min(math.isqrt(cells), longest))
         copied = num_vocab
         if precision.narrow or sums_apart:
-            copied = max(1, (2 if precision.narrow else 1) * cells // width)
+            copied = max(1, (7 * cells // 4 if precision.narrow else cells) // width)
         vocab = max(1, min(num_vocab, cells // tokens, copied))
         tokens = max(1, min(longest, cells // vocab))
         return Grid(num_tokens, num_vocab, tokens, _even(num_vocab, vocab), token_cuts)
