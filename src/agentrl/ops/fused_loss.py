@@ -253,7 +253,8 @@ def _loss_and_hidden_gradient(
     loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
     upstream, _, unit = _in_units(upstream, None, inputs)
     scored = hidden_gradient[: len(logp)]
-    scored.mul_(upstream[:, None]).masked_fill_((upstream == 0)[:, None], 0.0)
+    for part, factors in zip(scored.split(128), upstream.split(128), strict=True):
+        part.mul_(factors[:, None]).masked_fill_((factors == 0)[:, None], 0.0)
     if rows is not None:
         spread_rows_(hidden_gradient, rows)
     return loss, logp, Gradients(hidden=hidden_gradient, unit=unit)

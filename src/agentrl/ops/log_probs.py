@@ -260,9 +260,13 @@ class _HeadLogProbs(torch.autograd.Function):
 
 
 def _hidden_gradient(slope: Tensor, upstream: Tensor) -> Gradients:
-    gradient = torch.mul(slope, upstream[:, None], out=torch.empty_like(slope))
-    # a NaN in a token without upstream gradient stays where it is
-    return Gradients(hidden=gradient.masked_fill_((upstream == 0)[:, None], 0.0))
+    gradient = torch.empty_like(slope)
+    # few rows at a time: the float32 product takes memory of its own before it is rounded
+    for out, rows, factors in zip(*(part.split(128) for part in (gradient, slope, upstream)), strict=True):
+        torch.mul(rows, factors[:, None], out=out)
+        # a NaN in a token without upstream gradient stays where it is
+        out.masked_fill_((factors == 0)[:, None], 0.0)
+    return Gradients(hidden=gradient)
 
 
 def _gradients(
