@@ -37,28 +37,29 @@ class LogitMap:
 
     def squash_(self, raw: Tensor, tile: Tile) -> Tensor:
         """Turn a tile's raw products [n, v] into the soft-cap's tanh, where there is one."""
-        if self.bias is not None:
-            raw.add_(self.bias[tile.v0 : tile.v1])
-        return raw if self.softcap is None else raw.mul_(self.scale / self.softcap).tanh_()
+        return self._squash_(raw, slice(tile.v0, tile.v1))
 
     def stretch_(self, squashed: Tensor, tile: Tile) -> Tensor:
         """Turn what `squash_` made of a tile [n, v] into logits."""
+        temperatures = self.temperatures
+        return self._stretch_(
+            squashed, None if temperatures is None else temperatures[tile.n0 : tile.n1, None]
+        )
+
+    def at_(self, raw: Tensor, ids: Tensor) -> Tensor:
+        """Turn the raw products [N] of one id a token into logits, in the raw products' dtype."""
+        return self._stretch_(self._squash_(raw, ids), self.temperatures)
+
+    def _squash_(self, raw: Tensor, ids: slice | Tensor) -> Tensor:
+        if self.bias is not None:
+            raw.add_(self.bias[ids])
+        return raw if self.softcap is None else raw.mul_(self.scale / self.softcap).tanh_()
+
+    def _stretch_(self, squashed: Tensor, temperatures: Tensor | None) -> Tensor:
         factor = self.slope if self.softcap is None else self.softcap / self.temperature
         if factor != 1.0:
             squashed.mul_(factor)
-        if self.temperatures is not None:
-            squashed.div_(self.temperatures[tile.n0 : tile.n1, None])
-        return squashed
-
-    def at(self, raw: Tensor, ids: Tensor) -> Tensor:
-        """The logits [N] of one id a token from its raw product [N], in the raw product's dtype."""
-        if self.bias is not None:
-            raw = raw + self.bias[ids]
-        raw = raw * self.scale
-        if self.softcap is not None:
-            raw = torch.tanh(raw / self.softcap) * self.softcap
-        raw = raw / self.temperature
-        return raw if self.temperatures is None else raw / self.temperatures
+        return squashed if temperatures is None else squashed.div_(temperatures)
 
     def token_slope(self, start: int, stop: int) -> Tensor | float:
         """dz / d(raw product) of tokens [start, stop), but for the soft-cap: a number, or [n]."""

@@ -90,7 +90,7 @@ class TiledHead:
             raw[tokens] = (hidden.to(precision.exact) * weight.to(precision.exact)).sum(1)
         if precision.narrow and precision.logits == "input":
             raw = raw.to(precision.inputs).to(precision.exact)
-        return self.logit_map.at(raw, ids)
+        return self.logit_map.at_(raw, ids)
 
     def _correct(self, found: Statistics) -> None:
         if found.top is not None:
