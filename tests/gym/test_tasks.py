@@ -1,7 +1,10 @@
 """The thirty tasks are what the issue of the gym promises."""
 
+import difflib
+
 import pytest
 
+from agentrl.gym.rewrites import pieces
 from agentrl.gym.sandbox import same_value
 from agentrl.gym.tasks import Case, Task, copied, make_tasks, reference_values
 
@@ -30,6 +33,22 @@ def test_a_dozen_families_and_every_held_out_one_in_training() -> None:
     train = {task.family for task in make_tasks("train")}
     assert len(train) >= 12
     assert {task.family for task in make_tasks("heldout")} <= train
+
+
+def repair(task: Task) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What a task's repair takes out of the buggy line and what it puts in."""
+    ((buggy, fixed),) = (
+        (pieces(b), pieces(f))
+        for b, f in zip(task.source.split("\n"), task.fixed.split("\n"), strict=True)
+        if b != f
+    )
+    steps = difflib.SequenceMatcher(None, buggy, fixed, autojunk=False).get_opcodes()
+    return [(buggy[i:j], fixed[k:m]) for tag, i, j, k, m in steps if tag != "equal"]
+
+
+def test_every_held_out_repair_is_trained_on_another_function() -> None:
+    trained = [repair(task) for task in make_tasks("train")]
+    assert [task.name for task in make_tasks("heldout") if repair(task) not in trained] == []
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

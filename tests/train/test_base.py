@@ -1,5 +1,7 @@
 """The supervised start: what its examples say, and that it is repeatable and kept."""
 
+import functools
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,36 @@ def test_the_loss_counts_no_padding(tok: Tokenizer) -> None:
         observed.append(logp[~is_action[1:]])
     wanted = -torch.cat(acted).mean() - SMALL.observation_weight * torch.cat(observed).mean()
     torch.testing.assert_close(base._loss(model, examples, SMALL, tok.pad_id), wanted, rtol=1e-10, atol=0)
+
+
+def test_gradients_of_batches_at_once_are_those_of_each_alone(tok: Tokenizer) -> None:
+    model = TinyAgent(TinyConfig(vocab_size=len(tok), width=16, num_heads=2)).double()
+    parameters = list(model.parameters())
+    examples = [
+        encoded(d, tok.encode, tok.end_id, 256) for d in demonstrations(5, 6, task_shapes(), DemoConfig())
+    ]
+    losses = [
+        functools.partial(base._loss, model, half, SMALL, tok.pad_id) for half in (examples[:3], examples[3:])
+    ]
+    interval = sys.getswitchinterval()
+    with base._gradients_in_threads(parameters) as gradients_of:
+        found = gradients_of(losses)
+        assert sys.getswitchinterval() < interval
+    assert sys.getswitchinterval() == interval
+    for loss, gradients in zip(losses, found, strict=True):
+        for gradient, alone in zip(gradients, torch.autograd.grad(loss(), parameters), strict=True):
+            assert torch.equal(gradient, alone)
+
+
+def test_an_error_in_a_batch_is_raised_and_the_interpreter_left_as_it_was(tok: Tokenizer) -> None:
+    interval = sys.getswitchinterval()
+    model = TinyAgent(TinyConfig(vocab_size=len(tok), width=16, num_heads=2))
+    with (
+        pytest.raises(ZeroDivisionError),
+        base._gradients_in_threads(list(model.parameters())) as gradients_of,
+    ):
+        gradients_of([lambda: torch.tensor(1 / 0)])
+    assert sys.getswitchinterval() == interval
 
 
 def test_it_is_repeatable_cached_and_mended(tok: Tokenizer, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from agentrl.gym.tasks import Task, indentation
 class DemoConfig:
     """How skilful the demonstrations are, as probabilities."""
 
-    submit_unseen: float = 0.38  # submits at once
-    look_and_submit: float = 0.18  # views, perhaps runs, and submits
-    hasty: float = 0.2  # edits once and submits without running
+    submit_unseen: float = 0.35  # submits at once
+    look_and_submit: float = 0.3  # views, perhaps runs, and submits
+    hasty: float = 0.15  # edits once and submits without running
     give_up: float = 0.25  # after each failed attempt, submits as it is
     start_anywhere: float = 0.2  # the sweep starts at a random rewrite instead of the first
     max_turns: int = 16

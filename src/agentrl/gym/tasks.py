@@ -1,6 +1,7 @@
 """The thirty BugFix tasks: real Python functions, each with one bug on one line.
 
-Every family of bugs that is held out also occurs in training; no held-out function does.
+Every family of bugs that is held out also occurs in training, and so does every repair, as `<` for `<=`; no
+held-out function does. What is held out is thus the use of a known repair on an unknown function.
 """
 
 from collections.abc import Sequence
@@ -88,11 +89,11 @@ _DRAFTS = (
     _Draft(
         "train",
         "comparison",
-        "def at_least(x, k):\n    return x >= k",
+        "def positive(n):\n    return n > 0",
         2,
-        "return x > k",
-        ((3, 5), (5, 3), (4, 4), (0, 1)),
-        ((7, 7), (2, 9), (9, 2), (-1, -1)),
+        "return n < 0",
+        ((3,), (0,), (1,), (-1,)),
+        ((7,), (-2,), (2,), (9,)),
     ),
     _Draft(
         "train",
@@ -106,7 +107,7 @@ _DRAFTS = (
     _Draft(
         "train",
         "comparison",
-        "def count_below(items, k):\n    count = 0\n    for x in items:\n        if x < k:\n"
+        "def rank(items, k):\n    count = 1\n    for x in items:\n        if x < k:\n"
         "            count += 1\n    return count",
         4,
         "if x <= k:",
@@ -152,18 +153,18 @@ _DRAFTS = (
     _Draft(
         "train",
         "variable",
-        "def grow(a, b):\n    d = a * 2\n    return d + b",
-        3,
-        "return d + a",
-        ((3, 1), (2, 0), (1, 4), (5, 2)),
-        ((4, 3), (6, 1), (0, 2), (7, 5)),
+        "def gap(k, x):\n    return x - k",
+        2,
+        "return x - x",
+        ((3, 1), (2, 0), (1, 4), (5, 5)),
+        ((4, 3), (6, 1), (0, 2), (5, 7)),
     ),
     _Draft(
         "train",
         "variable",
-        "def add_twice(a, b):\n    d = a + b\n    return d + b",
-        3,
-        "return d + a",
+        "def scaled(a, b):\n    d = a * b\n    return d",
+        2,
+        "d = a * a",
         ((1, 2), (3, 0), (0, 4), (5, 1)),
         ((2, 7), (6, 3), (1, 9), (8, 2)),
     ),
@@ -189,11 +190,11 @@ _DRAFTS = (
     _Draft(
         "train",
         "negation",
-        "def missing(x, items):\n    return x not in items",
+        "def nonzero(x):\n    return x != 0",
         2,
-        "return x in items",
-        ((3, [3]), (1, [2]), (0, []), (4, [1, 4])),
-        ((5, [5, 1]), (2, [1]), (7, [8, 9]), (6, [6])),
+        "return x == 0",
+        ((0,), (3,), (1,), (-1,)),
+        ((5,), (2,), (-7,), (6,)),
     ),
     _Draft(
         "train",
@@ -217,21 +218,20 @@ _DRAFTS = (
     _Draft(
         "train",
         "return",
-        "def largest(items):\n    best = 0\n    for x in items:\n        if x > best:\n"
-        "            best = x\n    return best",
-        6,
-        "return x",
-        (([3, 1],), ([1, 2],), ([4, 0],), ([5, 6, 2],)),
-        (([5, 1, 3],), ([2, 9, 1],), ([7, 2],), ([8, 3],)),
+        "def doubled(a):\n    d = a * 2\n    return d",
+        3,
+        "return a",
+        ((3,), (0,), (1,), (4,)),
+        ((5,), (7,), (2,), (9,)),
     ),
     _Draft(
         "train",
-        "swapped",
-        "def halves(a):\n    d = a // 2\n    e = a - d\n    return [d, e]",
-        4,
-        "return [e, d]",
-        ((3,), (4,), (0,), (1,)),
-        ((5,), (7,), (9,), (8,)),
+        "comparison",
+        "def below_two(n):\n    return n < 2",
+        2,
+        "return n <= 2",
+        ((2,), (1,), (3,), (0,)),
+        ((2,), (-2,), (5,), (4,), (6,)),
     ),
     _Draft(
         "train",

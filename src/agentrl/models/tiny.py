@@ -60,10 +60,10 @@ class _Layer(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.attention_norm = nn.RMSNorm(width)
+        self.attention_norm = nn.LayerNorm(width, bias=False)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.mlp_norm = nn.RMSNorm(width)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
@@ -82,7 +82,7 @@ class _Layer(nn.Module):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [R, L, D] from its input and the attention outputs [R, H, L, E]."""
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())
 
 
 def _sinusoids(num_positions: int, width: int) -> Tensor:
@@ -106,7 +106,7 @@ class TinyAgent(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.max_positions, config.width)
         self.layers = nn.ModuleList(_Layer(config.width, config.num_heads) for _ in range(config.num_layers))
-        self.final_norm = nn.RMSNorm(config.width)
+        self.final_norm = nn.LayerNorm(config.width, bias=False)
         self._initialise()
 
     @torch.no_grad()

@@ -10,7 +10,10 @@ import math
 import os
 import platform
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -27,13 +30,21 @@ from agentrl.models.policy import head_logits
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.ops.log_probs import selected_log_probs
 from agentrl.rollout.decode import threads_for
+from agentrl.train.muon import Muon
 
 # Modules whose source decides what the supervised start becomes; their text is part of the cache's key.
 _SOURCES = (
     *("agentrl.gym.tasks", "agentrl.gym.env", "agentrl.gym.tokenizer", "agentrl.gym.rewrites"),
     *("agentrl.gym.programs", "agentrl.gym.demonstrations", "agentrl.models.tiny", "agentrl.ops.attention"),
-    "agentrl.train.base",
+    *("agentrl.train.muon", "agentrl.train.base"),
 )
+
+# Batches of a step, each in a thread of its own, so that two idle cores share the work. A fixed number: the
+# result does not depend on how many cores there are.
+_BATCHES_PER_STEP = 2
+
+Example = tuple[Tensor, Tensor]  # ids [n] int64 and is_action [n] bool of a demonstration
+Gradients = tuple[Tensor, ...]  # one a parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +52,11 @@ class BaseConfig:
     """How the supervised start is trained."""
 
     seed: int = 0
-    num_demonstrations: int = 13_000
-    num_drills: int = 4000
-    num_steps: int = 5000
-    num_drill_steps: int = 1200  # the first of num_steps
-    tokens_per_step: int = 384
+    num_demonstrations: int = 12_000
+    num_drills: int = 6000
+    num_steps: int = 3200
+    num_drill_steps: int = 1100  # the first of num_steps
+    tokens_per_batch: int = 384
     lr: float = 3e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
@@ -57,9 +68,7 @@ class BaseConfig:
     demos: DemoConfig = field(default_factory=DemoConfig)
 
 
-def encoded(
-    demo: Demonstration, encode: Callable[[str], list[int]], end_id: int, max_tokens: int
-) -> tuple[Tensor, Tensor]:
+def encoded(demo: Demonstration, encode: Callable[[str], list[int]], end_id: int, max_tokens: int) -> Example:
     """ids [n] int64 and is_action [n] bool of a demonstration, cut where it outgrows max_tokens."""
     ids = list(encode(demo.prompt))
     is_action = [False] * len(ids)
@@ -74,20 +83,21 @@ def encoded(
     return torch.tensor(ids[:max_tokens]), torch.tensor(is_action[:max_tokens])
 
 
-def _batches(lengths: Sequence[int], num_steps: int, cfg: BaseConfig) -> list[list[int]]:
-    """num_steps batches of demonstrations of similar length, each of about tokens_per_step padded tokens."""
+def _batches(examples: Sequence[Example], count: int, cfg: BaseConfig) -> list[list[Example]]:
+    """`count` batches of demonstrations of similar length, each of about tokens_per_batch padded tokens."""
     rng = random.Random(cfg.seed)
+    lengths = [len(ids) for ids, _ in examples]
     batches: list[list[int]] = []
-    while len(batches) < num_steps:
+    while len(batches) < count:
         order = sorted(range(len(lengths)), key=lambda i: (lengths[i] + rng.random() * 8, i))
         epoch: list[list[int]] = [[]]
         for i in order:
-            if epoch[-1] and (len(epoch[-1]) + 1) * lengths[i] > cfg.tokens_per_step:
+            if epoch[-1] and (len(epoch[-1]) + 1) * lengths[i] > cfg.tokens_per_batch:
                 epoch.append([])
             epoch[-1].append(i)
         rng.shuffle(epoch)
         batches += epoch
-    return batches[:num_steps]
+    return [[examples[i] for i in batch] for batch in batches[:count]]
 
 
 def _learning_rate(step: int, cfg: BaseConfig) -> float:
@@ -157,10 +167,8 @@ def _new_model(tok: Tokenizer, cfg: BaseConfig) -> TinyAgent:
     return TinyAgent(shape)
 
 
-def train_base(
-    tok: Tokenizer, cfg: BaseConfig, *, on_step: Callable[[int, int], None] | None = None
-) -> TinyAgent:
-    """Train the supervised start from scratch: the same result for the same arguments on the same machine."""
+def _plan(tok: Tokenizer, cfg: BaseConfig) -> list[list[Example]]:
+    """The batches of all steps: first the drills, then the demonstrations."""
     names = {task.name for task in make_tasks()}
     assert names.isdisjoint(NAMES), "generated programs must not bear a task's name"
     forbidden = task_shapes()
@@ -172,34 +180,63 @@ def train_base(
         ),
     )
     encode = functools.cache(tok.encode)  # nine texts of ten have been said before
-    plan: list[list[tuple[Tensor, Tensor]]] = []
+    plan: list[list[Example]] = []
     for demos, num_steps in lessons:
         data = [encoded(demo, encode, tok.end_id, cfg.max_tokens) for demo in demos]
-        plan += [
-            [data[i] for i in batch] for batch in _batches([len(ids) for ids, _ in data], num_steps, cfg)
-        ]
+        plan += _batches(data, num_steps * _BATCHES_PER_STEP, cfg)
+    return plan
+
+
+def train_base(
+    tok: Tokenizer, cfg: BaseConfig, *, on_step: Callable[[int, int], None] | None = None
+) -> TinyAgent:
+    """Train the supervised start from scratch: the same result for the same arguments on the same machine."""
+    plan = _plan(tok, cfg)
     seen = torch.zeros(len(tok), dtype=torch.bool)
     for batch in plan:
         seen[torch.cat([ids for ids, _ in batch])] = True
     model = _new_model(tok, cfg)
     embedding = model.token_embedding.weight
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=True
-    )
-    with threads_for(model):
-        for step, batch in enumerate(plan):
-            optimizer.param_groups[0]["lr"] = _learning_rate(step, cfg)
-            loss = _loss(model, batch, cfg, tok.pad_id)
-            optimizer.zero_grad()
-            loss.backward()
+    parameters = list(model.parameters())
+    matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
+    muon = Muon(matrices, weight_decay=cfg.weight_decay)
+    others = [p for p in parameters if not any(p is matrix for matrix in matrices)]
+    adam = torch.optim.AdamW(others, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=True)
+    with threads_for(model), _gradients_in_threads(parameters) as gradients_of:
+        for step in range(cfg.num_steps):
+            lr = adam.param_groups[0]["lr"] = _learning_rate(step, cfg)
+            batches = plan[step * _BATCHES_PER_STEP : (step + 1) * _BATCHES_PER_STEP]
+            losses = [functools.partial(_loss, model, batch, cfg, tok.pad_id) for batch in batches]
+            for parameter, *grads in zip(parameters, *gradients_of(losses), strict=True):
+                parameter.grad = torch.stack(grads).mean(0)
             assert embedding.grad is not None
             embedding.grad[~seen] = 0.0
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            muon.step(lr)
+            adam.step()
             if on_step:
                 on_step(step + 1, cfg.num_steps)
     _introduce_names(model, tok, cfg.seed)
     return model
+
+
+@contextmanager
+def _gradients_in_threads(
+    parameters: Sequence[Tensor],
+) -> Iterator[Callable[[Sequence[Callable[[], Tensor]]], list[Gradients]]]:
+    """A function that computes losses and their gradients, each in a thread of its own.
+
+    Operations run without the interpreter's lock but need it in between. A thread that waits asks for it
+    after 5 ms by default, a third of a batch; after 0.1 ms, two threads take 0.6 of the time of one.
+    """
+    num_threads = torch.get_num_threads()  # of an operation; threads do not inherit it
+    interval = sys.getswitchinterval()
+    with ThreadPoolExecutor(_BATCHES_PER_STEP, "base", torch.set_num_threads, (num_threads,)) as pool:
+        sys.setswitchinterval(1e-4)
+        try:
+            yield lambda losses: list(pool.map(lambda loss: torch.autograd.grad(loss(), parameters), losses))
+        finally:
+            sys.setswitchinterval(interval)
 
 
 @torch.no_grad()
@@ -216,7 +253,7 @@ def _introduce_names(model: TinyAgent, tok: Tokenizer, seed: int) -> None:
     embedding[names] = average + 0.02 * noise
 
 
-def _loss(model: TinyAgent, members: Sequence[tuple[Tensor, Tensor]], cfg: BaseConfig, pad_id: int) -> Tensor:
+def _loss(model: TinyAgent, members: Sequence[Example], cfg: BaseConfig, pad_id: int) -> Tensor:
     """Mean loss of the action tokens, plus observation_weight times that of the observations.
 
     Reading along teaches where names repeat, which is what copying a line needs.
