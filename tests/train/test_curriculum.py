@@ -26,20 +26,23 @@ from agentrl.train.loop import AllTasks, Trainer, bugfix_trainer
 CFG = RLConfig(max_tokens=16, max_turns=2, group_size=4, prompts_per_step=3, lr=0.01)
 TASKS = make_tasks("train")[:9]
 TOK = build_tokenizer(make_tasks("all"))
+TRAJECTORY = episode.EpisodePlayer.trajectory
+
+
+def solve_in_eighths(monkeypatch: pytest.MonkeyPatch, *eighths: int) -> None:
+    """A random policy fixes nothing: let tasks pass by their ids' sum instead, in turn at these rates."""
+    rates = {task.name: eighths[i % len(eighths)] for i, task in enumerate(TASKS)}
+
+    def trajectory(self: Any, name: str) -> Any:
+        self.reward = float(sum(self.stream.ids) % 8 < rates[self._task.name])
+        return TRAJECTORY(self, name)
+
+    monkeypatch.setattr(episode.EpisodePlayer, "trajectory", trajectory)
 
 
 @pytest.fixture(autouse=True)
 def _a_third_solved_a_third_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random policy fixes nothing: by task, reward nothing, everything, or an even sum of ids."""
-    original = episode.EpisodePlayer.trajectory
-    kind = {task.name: i % 3 for i, task in enumerate(TASKS)}
-
-    def trajectory(self: Any, name: str) -> Any:
-        even = sum(self.stream.ids) % 2 == 0
-        self.reward = (0.0, 1.0, float(even))[kind[self._task.name]]
-        return original(self, name)
-
-    monkeypatch.setattr(episode.EpisodePlayer, "trajectory", trajectory)
+    solve_in_eighths(monkeypatch, 0, 8, 4)
 
 
 def new_model() -> TinyAgent:
@@ -171,6 +174,7 @@ def sized_trainer() -> Trainer:
 
 def test_group_sizes_move_a_steps_episodes_to_where_the_signal_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes against the sampler's own, advantages against each group alone; the total stays."""
+    solve_in_eighths(monkeypatch, 0, 8, 1, 0, 8, 4, 0, 8, 4)
     trainer, sizes = sized_trainer(), list[list[int]]()
     batches: list[tuple[Any, Any]] = []
     original = loop.update_policy
@@ -209,7 +213,10 @@ def test_group_sizes_move_a_steps_episodes_to_where_the_signal_is(monkeypatch: p
             torch.testing.assert_close(advantages[rows], wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_with_prompt_mean_every_task_weighs_alike_whatever_its_group_size() -> None:
+def test_with_prompt_mean_every_task_weighs_alike_whatever_its_group_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solve_in_eighths(monkeypatch, 0, 8, 1, 0, 8, 4, 0, 8, 4)
     trainer = sized_trainer()
     for _ in range(8):
         trainer.step()
