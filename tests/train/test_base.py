@@ -26,7 +26,7 @@ def tok() -> Tokenizer:
 
 
 def demo() -> Demonstration:
-    return next(demonstrations(3, 1, task_shapes(), DemoConfig(submit_unseen=0.0, look_and_submit=0.0)))
+    return next(demonstrations(3, 1, task_shapes(), DemoConfig(look_and_submit=0.0)))
 
 
 def test_actions_are_what_the_player_said_each_with_the_end_token(tok: Tokenizer) -> None:
@@ -45,19 +45,24 @@ def test_a_long_demonstration_is_cut(tok: Tokenizer) -> None:
         assert torch.equal(long[:20], short)
 
 
-def test_the_loss_counts_no_padding(tok: Tokenizer) -> None:
+def test_the_loss_counts_no_padding_and_two_first_actions(tok: Tokenizer) -> None:
     model = TinyAgent(TinyConfig(vocab_size=len(tok), width=16, num_heads=2)).double()
     examples = [
         encoded(d, tok.encode, tok.end_id, 256) for d in demonstrations(5, 3, task_shapes(), DemoConfig())
     ]
     assert len({len(ids) for ids, _ in examples}) > 1
     acted, observed = [], []
+    (submit,) = tok.encode("submit")
     for ids, is_action in examples:
-        logp = model(ids[None])[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        acted.append(logp[is_action[1:]])
+        scores = model(ids[None])[0, :-1].log_softmax(-1)
+        logp = scores.gather(1, ids[1:, None])[:, 0]
+        first = int(is_action[1:].nonzero()[0])
+        share = SMALL.submit_unseen
+        acted += [((1 - share) * logp[first] + share * scores[first, submit])[None]]
+        acted += [logp[first + 1 :][is_action[first + 2 :]]]
         observed.append(logp[~is_action[1:]])
     wanted = -torch.cat(acted).mean() - SMALL.observation_weight * torch.cat(observed).mean()
-    torch.testing.assert_close(base._loss(model, examples, SMALL, tok.pad_id), wanted, rtol=1e-10, atol=0)
+    torch.testing.assert_close(base._loss(model, examples, SMALL, tok), wanted, rtol=1e-10, atol=0)
 
 
 def test_gradients_of_batches_at_once_are_those_of_each_alone(tok: Tokenizer) -> None:
@@ -66,9 +71,7 @@ def test_gradients_of_batches_at_once_are_those_of_each_alone(tok: Tokenizer) ->
     examples = [
         encoded(d, tok.encode, tok.end_id, 256) for d in demonstrations(5, 6, task_shapes(), DemoConfig())
     ]
-    losses = [
-        functools.partial(base._loss, model, half, SMALL, tok.pad_id) for half in (examples[:3], examples[3:])
-    ]
+    losses = [functools.partial(base._loss, model, half, SMALL, tok) for half in (examples[:3], examples[3:])]
     interval = sys.getswitchinterval()
     with base._gradients_in_threads(parameters) as gradients_of:
         found = gradients_of(losses)

@@ -3,7 +3,7 @@
 The player sweeps: line by line it tries the bug-like rewrites of a line, runs the tests after each, puts the
 line back when it moves on, and submits when they pass. It does not know where the bug is, so what an imitator
 learns is a method, which holds for functions that it has never seen. But the player is often hasty (submits
-unseen or unchecked) and often gives up: that is what reinforcement learning can mend.
+unchecked) and often gives up: that is what reinforcement learning can mend.
 """
 
 import random
@@ -20,10 +20,9 @@ from agentrl.gym.tasks import Task, indentation
 class DemoConfig:
     """How skilful the demonstrations are, as probabilities."""
 
-    submit_unseen: float = 0.35  # submits at once
-    look_and_submit: float = 0.3  # views, perhaps runs, and submits
+    look_and_submit: float = 0.2  # views, perhaps runs, and submits
     hasty: float = 0.15  # edits once and submits without running
-    give_up: float = 0.25  # after each failed attempt, submits as it is
+    give_up: float = 0.15  # after each failed attempt, submits as it is
     start_anywhere: float = 0.2  # the sweep starts at a random rewrite instead of the first
     max_turns: int = 16
 
@@ -75,13 +74,12 @@ class _Player:
 
     def play(self, program: Program) -> Demonstration:
         cfg, style = self.cfg, self.rng.random()
-        if style >= cfg.submit_unseen:
-            self._act(VIEW)
-            if style < cfg.submit_unseen + cfg.look_and_submit:
-                if self.rng.random() < 0.5:
-                    self._act(RUN)
-            else:
-                self._sweep(program, style < cfg.submit_unseen + cfg.look_and_submit + cfg.hasty)
+        self._act(VIEW)
+        if style < cfg.look_and_submit:
+            if self.rng.random() < 0.5:
+                self._act(RUN)
+        else:
+            self._sweep(program, style < cfg.look_and_submit + cfg.hasty)
         self._act(SUBMIT)
         return self.demo
 

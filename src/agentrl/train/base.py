@@ -21,8 +21,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.gym.demonstrations import DemoConfig, Demonstration, demonstrations, drills
+from agentrl.gym.env import SUBMIT
 from agentrl.gym.programs import NAMES, task_shapes
 from agentrl.gym.tasks import make_tasks
 from agentrl.gym.tokenizer import Tokenizer
@@ -60,6 +62,7 @@ class BaseConfig:
     lr: float = 3e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
+    submit_unseen: float = 0.4  # probability of submitting first, taught beside every first action
     observation_weight: float = 0.3  # of a token that the environment says, beside 1 for an action token
     max_tokens: int = 256
     width: int = 64
@@ -206,7 +209,7 @@ def train_base(
         for step in range(cfg.num_steps):
             lr = adam.param_groups[0]["lr"] = _learning_rate(step, cfg)
             batches = plan[step * _BATCHES_PER_STEP : (step + 1) * _BATCHES_PER_STEP]
-            losses = [functools.partial(_loss, model, batch, cfg, tok.pad_id) for batch in batches]
+            losses = [functools.partial(_loss, model, batch, cfg, tok) for batch in batches]
             for parameter, *grads in zip(parameters, *gradients_of(losses), strict=True):
                 parameter.grad = torch.stack(grads).mean(0)
             assert embedding.grad is not None
@@ -253,16 +256,21 @@ def _introduce_names(model: TinyAgent, tok: Tokenizer, seed: int) -> None:
     embedding[names] = average + 0.02 * noise
 
 
-def _loss(model: TinyAgent, members: Sequence[Example], cfg: BaseConfig, pad_id: int) -> Tensor:
+def _loss(model: TinyAgent, examples: Sequence[Example], cfg: BaseConfig, tok: Tokenizer) -> Tensor:
     """Mean loss of the action tokens, plus observation_weight times that of the observations.
 
-    Reading along teaches where names repeat, which is what copying a line needs.
+    Reading along teaches where names repeat, which is what copying a line needs. The first action has two
+    right answers, weighed by submit_unseen: an episode that submits at once holds nothing else to learn.
     """
-    ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in members], batch_first=True, padding_value=pad_id)
-    is_action = torch.nn.utils.rnn.pad_sequence([mask for _, mask in members], batch_first=True)[:, 1:]
-    is_real = ids[:, 1:] != pad_id
+    ids = pad_sequence([ids for ids, _ in examples], batch_first=True, padding_value=tok.pad_id)
+    is_action = pad_sequence([mask for _, mask in examples], batch_first=True)[:, 1:]
+    is_real = ids[:, 1:] != tok.pad_id
     position_ids = torch.arange(ids.shape[1]).expand_as(ids)
     hidden = model.hidden_states(ids, position_ids, torch.full_like(ids, ids.shape[1]))
-    logp = selected_log_probs(head_logits(model.head(), hidden[:, :-1][is_real]), ids[:, 1:][is_real])
+    logits = head_logits(model.head(), hidden[:, :-1][is_real])
+    logp = selected_log_probs(logits, ids[:, 1:][is_real])
+    opens = (is_action & (is_action.cumsum(1) == 1))[is_real]
+    (submit,) = tok.encode(SUBMIT)
     acted = is_action[is_real]
-    return -logp[acted].mean() - cfg.observation_weight * logp[~acted].mean()
+    right = torch.where(opens, logp.lerp(logits.log_softmax(-1)[:, submit], cfg.submit_unseen), logp)
+    return -right[acted].mean() - cfg.observation_weight * logp[~acted].mean()
