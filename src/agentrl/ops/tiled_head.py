@@ -82,7 +82,7 @@ class TiledHead:
         """
         precision, num_tokens = self.precision, len(self.targets)
         raw = self.hidden.source.new_empty(num_tokens, dtype=precision.exact)
-        block = max(64, self.spare_bytes // (32 * self.weight.source.shape[1]))
+        block = max(64, self.spare_bytes // (64 * self.weight.source.shape[1]))
         for start in range(0, num_tokens, block):
             tokens = slice(start, start + block)
             hidden = self.hidden.source[tokens if self.rows is None else self.rows[tokens]]
@@ -143,6 +143,12 @@ class TiledHead:
             _, rescale = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
             if cap is not None:
                 logits.mul_(cap)
+            if self.precision.narrow and logits.device.type == "cpu":
+                # A bfloat16 product may add 0 times the row below, a NaN too; the row's own sum of
+                # exponentials brings its NaN back.
+                invalid = rescale.isnan()
+                if bool(invalid.any()):
+                    logits[invalid] = 0.0
             if not tile.first_in_row:
                 sums.rows(tile.n0, tile.n1).mul_(rescale[:, None])
             weight = self.weight.tile(tile.v0, tile.v1, self.precision.gradient_operands)
