@@ -128,7 +128,29 @@ def bytes_over_gradients(name: str, case: Any) -> int:
         with _WithoutProducts():
             return log_probs.HEADS[name].step(case)
 
-    return peak_bytes(measured) - sum(leaf.numel() * 2 for leaf in case.leaves())
+    return peak_bytes(measured) - sum(leaf.numel() * leaf.element_size() for leaf in case.leaves())
+
+
+RECOMPUTED = log_probs.Head.plain(
+    lambda case: action_log_probs(case.hidden, case.weight, case.targets, recompute=True)
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "dtype", "n", "v", "d"),
+    [
+        ("tiled", torch.bfloat16, 2560, 4000, 2048),  # rows of tiles that wait
+        ("recomputed", torch.float32, 3072, 4000, 2048),  # rows of one tile, as large as it
+        ("tiled", torch.float32, 4096, 4000, 1024),  # tiles of two sizes, on either side of token 1,024
+    ],
+)
+def test_memory_where_some_tokens_are_idle(
+    name: str, dtype: torch.dtype, n: int, v: int, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' rows of hidden are copied, and their number cuts tiles where none would be cut."""
+    monkeypatch.setitem(log_probs.HEADS, "recomputed", RECOMPUTED)
+    assert bytes_over_gradients(name, log_probs.Case.draw(n, v, d, dtype, "cpu", 0.9)) <= 15_500_000
 
 
 def test_16_bit_tiles_have_shapes_that_use_every_thread() -> None:

@@ -378,3 +378,14 @@ def test_a_log_sum_exp_of_the_wrong_tile_is_caught(monkeypatch: pytest.MonkeyPat
     wrong = torch.autograd.grad(action_log_probs(hidden, weight, targets), (hidden, weight), upstream)
     with pytest.raises(AssertionError):
         agree(wrong, plain)
+
+
+def test_nan_of_a_frozen_bf16_head_stays_in_its_row() -> None:
+    """A bfloat16 product of an odd number of terms may multiply the row below by 0, NaN too."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 16, generator=generator).bfloat16() for rows in (75, 111))
+    hidden[36] = torch.nan
+    hidden.requires_grad_()
+    log_probs = action_log_probs(hidden, weight, torch.arange(75))
+    (gradient,) = torch.autograd.grad(log_probs, hidden, torch.ones(75))
+    assert gradient.isnan().any(1).nonzero().flatten().tolist() == [36]

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, Tile
 
-# Rows added at a time where dtypes differ: PyTorch widens the addend in memory of its own.
-_BLOCK = 128
+# Of sums added to at a time where dtypes differ: PyTorch widens the addend in memory of its own.
+_WIDENED_BYTES = 1 << 19
 # Moved at a time where rows change their place within one memory.
 _MOVED_BYTES = 1 << 18
-# Of a column's 16-bit tiles that wait for a common product.
+# Of a column's 16-bit tiles that wait for a common product, and as many of their tokens' rows of hidden,
+# which are copied where only some tokens take part.
 _WAITING_BYTES = 2 << 20
 
 
@@ -72,7 +73,8 @@ class RowSum:
                 sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
             else:
                 torch.mm(lhs, rhs, out=part)
-                for total, term in zip(sums.split(_BLOCK), part.split(_BLOCK), strict=True):
+                block = _rows_of(_WIDENED_BYTES, sums)
+                for total, term in zip(sums.split(block), part.split(block), strict=True):
                     total.copy_(term) if first else total.add_(term)
         if last:
             self.finish(start, stop)
@@ -156,7 +158,8 @@ class GradientSums:
         self.first_waiting = 0  # token
         self.most_waiting = grid.tokens
         if self.vocab_outermost and weight is not None and weight.shape[1] > grid.tokens:
-            tile_bytes = grid.tokens * grid.vocab * precision.gradient_operands.itemsize
+            longer_side = max(grid.vocab, weight.shape[1])
+            tile_bytes = grid.tokens * longer_side * precision.gradient_operands.itemsize
             tiles = max(1, min(spare_bytes, _WAITING_BYTES) // tile_bytes)
             self.most_waiting = min(grid.num_tokens, tiles * grid.tokens)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.ops.gradient_sums import GradientSums, RowSum, spread_rows_
+from agentrl.ops.gradient_sums import GradientSums, Phase, RowSum, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Scores, Statistics, clamp_log_, id_columns
@@ -82,7 +82,7 @@ class TiledHead:
         """
         precision, num_tokens = self.precision, len(self.targets)
         raw = self.hidden.source.new_empty(num_tokens, dtype=precision.exact)
-        block = max(64, self.spare_bytes // (32 * self.weight.source.shape[1]))
+        block = max(64, self.spare_bytes // (64 * self.weight.source.shape[1]))
         for start in range(0, num_tokens, block):
             tokens = slice(start, start + block)
             hidden = self.hidden.source[tokens if self.rows is None else self.rows[tokens]]
@@ -103,20 +103,23 @@ class TiledHead:
 
         With a soft-cap, it keeps tanh instead: a slope 1 - tanh^2 is lost in the rounding of a logit.
         """
-        capped = self.logit_map.softcap is not None
         found = Statistics.start(self._target_logits(), self.precision, entropy=entropy)
         for tile in self.grid.walk(vocab_outermost=True):
-            squashed = self._squashed(tile)
-            if self.stash is not None and capped:
-                self.stash.keep(tile, squashed, found.maximum)
-            logits = self.logit_map.stretch_(squashed, tile)
-            exp, _ = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
-            if self.stash is not None and not capped:
-                self.stash.keep(tile, exp, found.maximum)
+            self._score(tile, found)
         self._correct(found)
         if self.group is not None:
             found.combine_(self.group)
         return found.scores()
+
+    def _score(self, tile: Tile, found: Statistics) -> None:
+        capped = self.logit_map.softcap is not None
+        squashed = self._squashed(tile)
+        if self.stash is not None and capped:
+            self.stash.keep(tile, squashed, found.maximum)
+        logits = self.logit_map.stretch_(squashed, tile)
+        exp, _ = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
+        if self.stash is not None and not capped:
+            self.stash.keep(tile, exp, found.maximum)
 
     def scores_with_hidden_slope(self) -> tuple[Scores, Tensor]:
         """The scores, and d log-prob / d hidden [N, D] in hidden's dtype, in the same pass: two products.
@@ -140,6 +143,12 @@ class TiledHead:
             _, rescale = found.update_(logits, self.targets, tile, self.vocab_start, self.buffers)
             if cap is not None:
                 logits.mul_(cap)
+            if self.precision.narrow and logits.device.type == "cpu":
+                # A bfloat16 product may add 0 times the row below, a NaN too; the row's own sum of
+                # exponentials brings its NaN back.
+                invalid = rescale.isnan()
+                if bool(invalid.any()):
+                    logits[invalid] = 0.0
             if not tile.first_in_row:
                 sums.rows(tile.n0, tile.n1).mul_(rescale[:, None])
             weight = self.weight.tile(tile.v0, tile.v1, self.precision.gradient_operands)
@@ -188,12 +197,7 @@ class TiledHead:
             stashed=self.stash is not None, spare_bytes=self.spare_bytes,
         )  # fmt: skip
         for phase, tile in sums.walk():
-            whole = phase.inner and phase.outer
-            temperatures = found.temperatures if phase.inner else None
-            gradient = self._tile_gradient(tile, upstream, temperatures, self.stash if whole else None)
-            if found.bias is not None and phase.inner:
-                found.bias[tile.v0 : tile.v1] += gradient.sum(0)
-            sums.add(phase, tile, gradient, self.hidden, self.weight)
+            self._add_gradients(phase, tile, upstream, found, sums)
         for part in (found.bias, found.temperatures):
             if part is not None and unscale is not None:
                 part.mul_(unscale)
@@ -205,6 +209,20 @@ class TiledHead:
                     0, self.rows, found.temperatures
                 )
         return found
+
+    def _add_gradients(
+        self, phase: Phase, tile: Tile, upstream: Upstream, found: Gradients, sums: GradientSums
+    ) -> None:
+        """Add a tile's part to all that its phase sums.
+
+        Nothing refers to its memory afterwards: a larger tile, beyond a cut of the grid, takes its place.
+        """
+        whole = phase.inner and phase.outer
+        temperatures = found.temperatures if phase.inner else None
+        gradient = self._tile_gradient(tile, upstream, temperatures, self.stash if whole else None)
+        if found.bias is not None and phase.inner:
+            found.bias[tile.v0 : tile.v1] += gradient.sum(0)
+        sums.add(phase, tile, gradient, self.hidden, self.weight)
 
     def _empty_gradients(self, needs: Needs) -> Gradients:
         """Memory for what is wanted; sums of bias and temperatures start at zero."""

@@ -19,6 +19,8 @@ LogitPrecision = Literal["float32", "input"]
 # 4096 x 4096 to give every multiprocessor several blocks.
 CPU_TILE_BYTES = 8 << 20
 CUDA_TILE_BYTES = 64 << 20
+# Of the rows [n, D] of hidden that a tile copies on CPU: beside 8 MiB of tiles and sums, 16 MB allow no more.
+_COPIED_BYTES = 6 << 20
 # Rows selected at a time where they are widened, too.
 _SELECTED = 128
 
@@ -157,12 +159,15 @@ class Grid:
         product with more rows than columns may run on one thread.
         """
         cells = max(1, tile_bytes // precision.wide.itemsize)
-        longest = min(num_tokens, max(1, (1 if precision.narrow else 2) * cells // width))
+        copied = cells if precision.narrow else 2 * cells
+        if precision.device.type != "cuda":
+            copied = min(copied, _COPIED_BYTES // precision.wide.itemsize)
+        longest = min(num_tokens, max(1, copied // width))
         tokens = max(1, min(math.isqrt(cells), longest))
-        copied = num_vocab
+        widest = num_vocab
         if precision.narrow or sums_apart:
-            copied = max(1, (7 * cells // 4 if precision.narrow else cells) // width)
-        vocab = max(1, min(num_vocab, cells // tokens, copied))
+            widest = max(1, (7 * cells // 4 if precision.narrow else cells) // width)
+        vocab = max(1, min(num_vocab, cells // tokens, widest))
         tokens = max(1, min(longest, cells // vocab))
         return Grid(num_tokens, num_vocab, tokens, _even(num_vocab, vocab), token_cuts)
 
@@ -205,10 +210,10 @@ class Buffers:
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor; it shares memory with the last one of this name."""
         size = math.prod(shape) * dtype.itemsize
-        held = self.flat.get(name)
-        if held is None or held.numel() < size:
-            held = self.flat[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return held[:size].view(dtype).view(*shape)
+        if name not in self.flat or self.flat[name].numel() < size:
+            self.flat.pop(name, None)  # freed before the larger one is allocated
+            self.flat[name] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self.flat[name][:size].view(dtype).view(*shape)
 
 
 class Factor:
@@ -227,6 +232,7 @@ class Factor:
             return self.source[start:stop]
         if self.held is not None and self.held[:2] == (start, stop) and self.held[2].dtype == dtype:
             return self.held[2]
+        self.held = None  # may be the last to keep a smaller buffer alive
         out = self.buffers.take(self.name, (stop - start, self.source.shape[1]), dtype)
         if self.rows is None:
             out.copy_(self.source[start:stop])
