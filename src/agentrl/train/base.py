@@ -54,10 +54,10 @@ class BaseConfig:
     """How the supervised start is trained."""
 
     seed: int = 0
-    num_demonstrations: int = 12_000
-    num_drills: int = 6000
-    num_steps: int = 3200
-    num_drill_steps: int = 1100  # the first of num_steps
+    num_demonstrations: int = 10_000
+    num_drills: int = 5000
+    num_steps: int = 2400
+    num_drill_steps: int = 850  # the first of num_steps
     tokens_per_batch: int = 384
     lr: float = 3e-3
     warmup_steps: int = 100
