@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.ops.gradient_sums import spread_rows_
+from agentrl.ops.gradient_sums import scale_rows, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs, wants_gradient
 from agentrl.ops.stash import Stash
@@ -253,8 +253,7 @@ def _loss_and_hidden_gradient(
     loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
     upstream, _, unit = _in_units(upstream, None, inputs)
     scored = hidden_gradient[: len(logp)]
-    for part, factors in zip(scored.split(128), upstream.split(128), strict=True):
-        part.mul_(factors[:, None]).masked_fill_((factors == 0)[:, None], 0.0)
+    scale_rows(scored, upstream, out=scored)
     if rows is not None:
         spread_rows_(hidden_gradient, rows)
     return loss, logp, Gradients(hidden=hidden_gradient, unit=unit)

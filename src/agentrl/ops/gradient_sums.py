@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentrl.ops.tiles import Buffers, Factor, Grid, Precision, Tile
+from agentrl.ops.tiles import WIDENED_ROWS, Buffers, Factor, Grid, Precision, Tile
 
 # Of sums added to at a time where dtypes differ: PyTorch widens the addend in memory of its own.
 _WIDENED_BYTES = 1 << 19
@@ -221,10 +221,8 @@ class GradientSums:
         the tile waits (None), as far as there is room, for a common product with those below it.
         """
         dtype = self.precision.gradient_operands
-        if gradient.dtype == dtype:
-            return gradient, gradient
-        if not self.vocab_outermost:
-            operand = self.buffers.take("operand", gradient.shape, dtype).copy_(gradient)
+        if gradient.dtype == dtype or not self.vocab_outermost:
+            operand = as_operand(gradient, self.precision, self.buffers)
             return operand, operand
         begin, end = tile.n0 - self.first_waiting, tile.n1 - self.first_waiting
         plane = self.buffers.take("operand", (self.most_waiting, gradient.shape[1]), dtype)
@@ -238,6 +236,26 @@ class GradientSums:
 def _rows_of(num_bytes: int, tensor: Tensor) -> int:
     """How many rows of a tensor [R, D] take about so many bytes."""
     return max(1, num_bytes // max(1, tensor.shape[1] * tensor.element_size()))
+
+
+def as_operand(gradient: Tensor, precision: Precision, buffers: Buffers) -> Tensor:
+    """A tile of gradients [n, v] as a factor of the gradient products, copied only for another dtype."""
+    dtype = precision.gradient_operands
+    return (
+        gradient
+        if gradient.dtype == dtype
+        else buffers.take("operand", gradient.shape, dtype).copy_(gradient)
+    )
+
+
+def scale_rows(slope: Tensor, upstream: Tensor, out: Tensor) -> None:
+    """Write slope [N, D] times upstream [N] to out [N, D], which may be slope, in blocks of rows.
+
+    Where upstream is zero, so is the product: a NaN in a token without upstream gradient stays where it is.
+    """
+    parts = (part.split(WIDENED_ROWS) for part in (slope, upstream, out))
+    for rows, factors, scaled in zip(*parts, strict=True):
+        torch.mul(rows, factors[:, None], out=scaled).masked_fill_((factors == 0)[:, None], 0.0)
 
 
 def spread_rows_(compact: Tensor, rows: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from agentrl.ops.gradient_sums import scale_rows
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import (
     HeadInputs,
@@ -261,11 +262,7 @@ class _HeadLogProbs(torch.autograd.Function):
 
 def _hidden_gradient(slope: Tensor, upstream: Tensor) -> Gradients:
     gradient = torch.empty_like(slope)
-    # few rows at a time: the float32 product takes memory of its own before it is rounded
-    for out, rows, factors in zip(*(part.split(128) for part in (gradient, slope, upstream)), strict=True):
-        torch.mul(rows, factors[:, None], out=out)
-        # a NaN in a token without upstream gradient stays where it is
-        out.masked_fill_((factors == 0)[:, None], 0.0)
+    scale_rows(slope, upstream, out=gradient)
     return Gradients(hidden=gradient)
 
 

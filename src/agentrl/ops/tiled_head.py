@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.ops.gradient_sums import GradientSums, Phase, RowSum, spread_rows_
+from agentrl.ops.gradient_sums import GradientSums, Phase, RowSum, as_operand, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Scores, Statistics, clamp_log_, id_columns
 from agentrl.ops.stash import Stash
-from agentrl.ops.tiles import Buffers, Factor, Grid, Tile, logit_product
+from agentrl.ops.tiles import WIDENED_ROWS, Buffers, Factor, Grid, Tile, logit_product
 
 
 class TiledHead:
@@ -152,8 +152,8 @@ class TiledHead:
             if not tile.first_in_row:
                 sums.rows(tile.n0, tile.n1).mul_(rescale[:, None])
             weight = self.weight.tile(tile.v0, tile.v1, self.precision.gradient_operands)
-            first = tile.first_in_row
-            sums.add(tile.n0, tile.n1, self._operand(logits), weight, first=first, last=False)
+            operand = as_operand(logits, self.precision, self.buffers)
+            sums.add(tile.n0, tile.n1, operand, weight, first=tile.first_in_row, last=False)
             if tile.last_in_row and self.group is None:
                 self._finish_hidden_slope(sums, found, tile.n0, tile.n1)
         self._correct(found)
@@ -177,8 +177,8 @@ class TiledHead:
         ids, here = self._target_rows(tokens)
         rows = sums.rows(start, stop)
         others, own = (-slope / total).to(rows.dtype), (rest * slope).where(here, 0.0).to(rows.dtype)
-        for some, *parts in zip(*(part.split(128) for part in (rows, others, own, ids)), strict=True):
-            scaled, weighted, id_rows = parts
+        parts = (part.split(WIDENED_ROWS) for part in (rows, others, own, ids))
+        for some, scaled, weighted, id_rows in zip(*parts, strict=True):
             target_rows = self.weight.source.index_select(0, id_rows).to(rows.dtype)
             some.mul_(scaled[:, None]).addcmul_(target_rows, weighted[:, None])
         sums.finish(start, stop)
@@ -339,15 +339,6 @@ class TiledHead:
             return None
         cap = self.buffers.take("cap", squashed.shape, squashed.dtype)
         return torch.mul(squashed, squashed, out=cap).neg_().add_(1.0)
-
-    def _operand(self, gradient: Tensor) -> Tensor:
-        """A tile of gradients as a factor of the gradient products."""
-        dtype = self.precision.gradient_operands
-        return (
-            gradient
-            if gradient.dtype == dtype
-            else self.buffers.take("operand", gradient.shape, dtype).copy_(gradient)
-        )
 
     def _sloped(self, upstream: Upstream) -> tuple[Upstream, Tensor | None]:
         """The upstream gradients times d logit / d raw product, and what to multiply sums with afterwards.

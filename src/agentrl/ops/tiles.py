@@ -21,8 +21,8 @@ CPU_TILE_BYTES = 8 << 20
 CUDA_TILE_BYTES = 64 << 20
 # Of the rows [n, D] of hidden that a tile copies on CPU: beside 8 MiB of tiles and sums, 16 MB allow no more.
 _COPIED_BYTES = 6 << 20
-# Rows selected at a time where they are widened, too.
-_SELECTED = 128
+# Rows taken at a time where PyTorch widens them in memory of its own.
+WIDENED_ROWS = 128
 
 
 def default_tile_bytes(
@@ -239,7 +239,8 @@ class Factor:
         elif dtype == self.source.dtype:
             torch.index_select(self.source, 0, self.rows[start:stop], out=out)
         else:
-            for some, rows in zip(out.split(_SELECTED), self.rows[start:stop].split(_SELECTED), strict=True):
+            parts = (part.split(WIDENED_ROWS) for part in (out, self.rows[start:stop]))
+            for some, rows in zip(*parts, strict=True):
                 some.copy_(self.source.index_select(0, rows))
         self.held = start, stop, out
         return out
