@@ -208,3 +208,11 @@ def test_threads_are_given_back() -> None:
     with threads_for(lively_model()):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, 1e30])
+def test_a_diverged_policy_is_an_error_that_says_so(weight: float) -> None:
+    model = lively_model()
+    model.head().weight.data[7] = weight
+    with pytest.raises(ValueError, match="there is no token to sample"):
+        decode(model, players(), end_id=END, max_tokens=MAX_TOKENS, temperature=1e-30)

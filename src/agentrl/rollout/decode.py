@@ -91,7 +91,8 @@ def decode(
     full softmax at `temperature`. An action ends with `end_id`, which is an action token like the others. A
     stream that reaches max_tokens stops there. The slot of a finished player goes to the next one, so long
     episodes do not hold up the others. Equal prompts that start in one tick are computed once. Raises
-    ValueError for a temperature or a number of slots that is not positive.
+    ValueError for a temperature or a number of slots that is not positive, and for logits that give no
+    distribution.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -199,9 +200,17 @@ def _append(
 def _sample(
     model: Policy, hidden: Tensor, draws: Sequence[float], temperature: float
 ) -> tuple[list[int], list[float]]:
-    """A token for each hidden state [B, D], by inverting the cumulative sum, and its log-prob (nats)."""
+    """A token for each hidden state [B, D], by inverting the cumulative sum, and its log-prob (nats).
+
+    Raises ValueError where a row gives no distribution: a NaN in the logits, or an infinite one.
+    """
     logp = torch.log_softmax(head_logits(model.head(), hidden).float() / temperature, dim=-1)
     cumulative = logp.double().exp().cumsum(-1)
+    if not bool(cumulative[:, -1].isfinite().all()):  # NaN in any of them is NaN in the sum
+        raise ValueError(
+            f"logits at temperature {temperature} are not finite, so there is no token to sample: the "
+            "policy's weights have diverged (lower lr, start from earlier ones) or the temperature is too low"
+        )
     threshold = torch.tensor(draws, dtype=torch.float64, device=hidden.device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True)
     return tokens[:, 0].tolist(), logp.gather(-1, tokens)[:, 0].tolist()
