@@ -1,5 +1,8 @@
 """The command picks one subcommand and turns what users get wrong into one line."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +31,18 @@ def test_a_folder_or_nothing_in_a_files_place_is_one_line(
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file or directory")):
         assert main(["plan", *flags, str(path)]) == 2
         assert capsys.readouterr().err == f"agentrl plan: {path}: {reason}\n"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], [], ["eval", "--help"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_is_no_error(args: list[str], unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl", *args],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writer)
+    assert (done.stderr, done.returncode) == (b"", 1)

@@ -38,6 +38,28 @@ def _usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for wrong input, as argparse does)."""
     args = sys.argv[1:] if argv is None else argv
+    name = " ".join(["agentrl", *args[:1]])
+    try:
+        try:
+            return _run(args)
+        finally:
+            if sys.stdout is not None:  # closed by whoever started us
+                sys.stdout.flush()  # here, where a reader that is gone can be told from an error
+    except KeyboardInterrupt:  # before a command has anything to save
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except OSError as error:  # a file that is missing, a folder, or not ours to read or write
+        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+        print(f"{name}: {reason}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -53,17 +75,4 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name may hold what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        return import_module(f"agentrl.cli.{args[0]}").main(args[1:])
-    except KeyboardInterrupt:  # before a command has anything to save
-        return 130
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:  # a file that is missing, a folder, or not ours to read or write
-        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
-        print(f"agentrl {args[0]}: {reason}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(f"agentrl {args[0]}: {error}", file=sys.stderr)
-        return 2
+    return import_module(f"agentrl.cli.{args[0]}").main(args[1:])
