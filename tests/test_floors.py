@@ -39,7 +39,7 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     "train": (
         5,
         ("config", "budget", "distributed", "checkpoint", "metrics", "recording", "rows", "objective",
-         "step", "evaluate", "loop", "curriculum", "muon", "base", "start", "run"),
+         "step", "evaluate", "loop", "curriculum", "muon", "base", "start", "directory", "run"),
     ),
     "diagnose": (
         6,

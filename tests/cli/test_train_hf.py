@@ -16,7 +16,8 @@ from agentrl.cli.main import main
 from agentrl.gym.instructions import INSTRUCTIONS
 from agentrl.gym.tasks import make_tasks
 from agentrl.train.config import RunConfig
-from agentrl.train.run import RunDirectory, load_policy
+from agentrl.train.directory import RunDirectory
+from agentrl.train.run import load_policy
 from agentrl.train.start import load_tokenizer
 
 transformers = pytest.importorskip("transformers")

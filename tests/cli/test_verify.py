@@ -17,7 +17,7 @@ from agentrl.gym.tokenizer import build_tokenizer
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.train.checkpoint import serialize
 from agentrl.train.config import RunConfig
-from agentrl.train.run import RunDirectory
+from agentrl.train.directory import RunDirectory
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.rollout.episode import sample_groups, sample_step
 from agentrl.train.checkpoint import checkpoints_by_step, load_checkpoint
 from agentrl.train.config import RLConfig, RunConfig
+from agentrl.train.directory import RunDirectory
 from agentrl.train.distributed import ONE_RANK, RankLost, Ranks, contact, gathered, layers_of, shard_policy
 from agentrl.train.loop import Trainer
-from agentrl.train.run import Hooks, RunDirectory, load_policy, train_run
+from agentrl.train.run import Hooks, load_policy, train_run
 
 CONFIG = RunConfig(
     rl=RLConfig(group_size=4, prompts_per_step=3, max_tokens=12, lr=0.01, kl_coef=0.01, microbatch_tokens=64),

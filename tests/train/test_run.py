@@ -24,9 +24,10 @@ from agentrl.report.run import load_run
 from agentrl.rollout.episode import has_signal, play, sample_groups, sample_step
 from agentrl.train.checkpoint import checkpoints_by_step, load_checkpoint, save_checkpoint
 from agentrl.train.config import RLConfig, RunConfig
+from agentrl.train.directory import RunDirectory
 from agentrl.train.loop import Trainer
 from agentrl.train.recording import position_counts
-from agentrl.train.run import Hooks, RunDirectory, load_policy, train_run
+from agentrl.train.run import Hooks, load_policy, train_run
 
 CONFIG = RunConfig(
     rl=RLConfig(group_size=4, prompts_per_step=2, max_tokens=12, lr=0.01, kl_coef=0.01),
@@ -315,6 +316,53 @@ DAMAGE = {
         lambda d: (d / "summary.json").write_text("{"),
         r"summary\.json is damaged",
     ),
+    "a summary without its seconds": (
+        lambda d: edit_summary(d, lambda s: {"before": s["before"]}),
+        r"summary\.json is damaged: .*`seconds_before`",
+    ),
+    "a summary whose evaluation is none": (
+        lambda d: edit_summary(d, lambda s: {"before": {}, "seconds_before": 1.0}),
+        r"summary\.json is damaged: .*`pass_rate`",
+    ),
+    "a summary that ended without figures": (
+        lambda d: edit_summary(d, lambda s: {n: s[n] for n in ("before", "seconds_before", "after")}),
+        r"summary\.json is damaged: .*`steps`",
+    ),
+    "a summary of brackets": (
+        lambda d: (d / "summary.json").write_text("[" * 100_000),
+        "is damaged: maximum",
+    ),
+    "metrics of brackets": (
+        lambda d: (d / "metrics.jsonl").write_text("[" * 100_000 + "\n"),
+        "line 1 is not a JSON record: maximum",
+    ),
+    "config of brackets": (lambda d: (d / "config.toml").write_text("a=" + "[" * 5000), "is not TOML: max"),
+    "metrics of another program": (
+        lambda d: (d / "metrics.jsonl").write_text("".join(f'{{"step": {i + 1}}}\n' for i in range(9))),
+        r"metrics\.jsonl is damaged: line 1: .*`episodes`",
+    ),
+    "metrics with figures that are none": (
+        lambda d: (d / "metrics.jsonl").write_text(
+            (d / "metrics.jsonl").read_text().replace('"tokens": ', '"tokens": null, "was": ')
+        ),
+        r"metrics\.jsonl is damaged: line 1: .*tokens",
+    ),
+    "metrics with a NaN": (
+        lambda d: (d / "metrics.jsonl").write_text(
+            (d / "metrics.jsonl").read_text().replace('"tokens": ', '"x": NaN, "tokens": ')
+        ),
+        "line 1 is not a JSON record: NaN",
+    ),
+    "metrics written twice": (
+        lambda d: (d / "metrics.jsonl").write_text((d / "metrics.jsonl").read_text() * 2),
+        "does not hold steps 1 to 9",
+    ),
+    "a file in the place of checkpoints": (
+        lambda d: [shutil.rmtree(d / "checkpoints"), (d / "checkpoints").touch()],
+        "checkpoints is not a directory",
+    ),
+    "a cut model": (lambda d: os.truncate(d / "model.safetensors", 2000), r"model\.safetensors is damaged"),
+    "an empty model": (lambda d: os.truncate(d / "model.safetensors", 0), r"model\.safetensors is damaged"),
     "no summary": (lambda d: (d / "summary.json").unlink(), r"summary\.json, written before any"),
     "an empty directory": (lambda d: [shutil.rmtree(d), d.mkdir()], "not the directory of a run"),
     "a foreign directory": (
@@ -323,6 +371,11 @@ DAMAGE = {
     ),
     "no directory": (lambda d: shutil.rmtree(d), "not the directory of a run"),
 }
+
+
+def edit_summary(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    summary = path / "summary.json"
+    summary.write_text(json.dumps(change(json.loads(summary.read_text()))))
 
 
 def newest(path: Path) -> Path:
@@ -345,6 +398,30 @@ def test_damage_is_named_and_nothing_is_touched(whole: Path, tmp_path: Path, cas
     with pytest.raises(ValueError, match=message):
         train_run(run, run.load_config(), new_trainer(), evaluation, Hooks())
     assert snapshot(path) == before
+
+
+def test_a_model_that_is_missing_is_written_again(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/model.safetensors").unlink()
+    carry(tmp_path / "run")
+    assert snapshot(tmp_path / "run")["model.safetensors"] == snapshot(whole)["model.safetensors"]
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_two_do_not_train_in_one_directory(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    refused: list[str] = []
+
+    def meddle(record: dict[str, Any]) -> None:
+        before = snapshot(path)
+        with pytest.raises(ValueError, match="is in use: another process trains in it") as caught:
+            carry(path)
+        refused.append(str(caught.value))
+        assert snapshot(path) == before
+
+    carry(path, on_step=meddle)
+    assert len(refused) == CONFIG.steps
+    assert_same_run(whole, path)
 
 
 def test_moving_a_damaged_checkpoint_away_goes_on_from_the_one_before(whole: Path, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ class Options:
     """Sampling temperature. Default: the run's."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Seed of the episodes. Default: the run's, which repeats the run's own evaluation."""
+    device: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
+    """Where the model computes. Default: where the run did."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the figures as one JSON record instead of a table."""
 
@@ -38,8 +40,10 @@ def main(args: list[str]) -> int:
     import torch
 
     from agentrl.gym.tasks import make_tasks
+    from agentrl.train.directory import RunDirectory
+    from agentrl.train.distributed import own_device
     from agentrl.train.evaluate import evaluate
-    from agentrl.train.run import RunDirectory, load_policy
+    from agentrl.train.run import load_policy
     from agentrl.train.start import load_tokenizer, resolve_model
 
     run = RunDirectory(options.run_dir)
@@ -50,9 +54,10 @@ def main(args: list[str]) -> int:
         cfg = replace(cfg, temperature=options.temperature)
     if options.seed is not None:
         cfg = replace(cfg, seed=options.seed)
+    device = own_device(config.device if options.device is None else options.device)
     torch.set_num_threads(config.threads)
     model, step = load_policy(run, options.step)
-    model.module.to(torch.device(config.device))
+    model.module.to(device)
     tok = load_tokenizer(config)
     samples = config.eval_samples if options.samples is None else options.samples
     figures = evaluate(model, make_tasks(options.split), tok, samples, cfg=cfg)

@@ -23,8 +23,8 @@ from agentrl.train.config import RunConfig, load_config
 MANY_TRUNCATED = 0.5  # share of episodes without tokens left from which the closing table advises more
 
 if TYPE_CHECKING:
+    from agentrl.train.directory import RunDirectory
     from agentrl.train.distributed import Ranks
-    from agentrl.train.run import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Options:
 
 def parse(args: list[str]) -> Options:
     """The options: defaults, overridden by --config or the run that --resume names, overridden by flags."""
-    from agentrl.train.run import RunDirectory
+    from agentrl.train.directory import RunDirectory
     from agentrl.train.start import resolve_model
 
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -199,11 +199,12 @@ def summary_table(summary: dict[str, Any], path: Path) -> Table:
 
 def _prepare(options: Options, path: Path) -> "RunDirectory":
     """The run's directory, checked before anything expensive; nothing is created yet."""
-    from agentrl.train.run import RunDirectory
+    from agentrl.train.directory import RunDirectory
 
     run = RunDirectory(path)
     if options.resume is not None:
-        run.load_latest(options.run)
+        with run.locked():
+            run.load_latest(options.run)
     else:
         run.check_free()
     return run
@@ -222,6 +223,7 @@ def main(args: list[str]) -> int:
 
     from agentrl.train.distributed import ONE_RANK, RankLost, contact, own_device, process_group
 
+    own_device(config.device)  # before anything expensive
     is_plain = config.compute_dtype == "float32" and not config.checkpoint_activations
     if is_plain and not is_torchelastic_launched():
         return _train(options, _prepare(options, path), ONE_RANK)

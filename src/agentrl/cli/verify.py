@@ -136,15 +136,13 @@ def _is_run(model: str) -> bool:
 def _load_policy(options: Options) -> "Policy":
     import torch
 
+    from agentrl.train.distributed import own_device
+
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
-    try:
-        device = torch.device(options.device)
-    except RuntimeError as error:
-        raise ValueError(f"--device {options.device}: {str(error).splitlines()[0]}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: this machine has no CUDA device; leave it out")
+    device = own_device(options.device)
     if _is_run(options.model):
-        from agentrl.train.run import RunDirectory, load_policy
+        from agentrl.train.directory import RunDirectory
+        from agentrl.train.run import load_policy
 
         trained, _ = load_policy(RunDirectory(Path(options.model)))
         trained.module.to(device=device, dtype=dtype)
@@ -217,7 +215,7 @@ def _play(options: Options, policy: "Policy") -> "list[Trajectory]":
     from agentrl.gym.tasks import make_tasks
     from agentrl.gym.tokenizer import build_tokenizer
     from agentrl.rollout.episode import sample_groups
-    from agentrl.train.run import RunDirectory
+    from agentrl.train.directory import RunDirectory
 
     cfg = RunDirectory(Path(options.model)).load_config().rl
     cfg = replace(cfg, group_size=2, temperature=options.temperature)

@@ -253,7 +253,7 @@ def load_config(path: Path) -> RunConfig:
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:  # brackets without end
         raise ValueError(f"{path} is not TOML: {error}") from error
     for key in _unknown_keys(values):
         raise ValueError(f"{path}: unknown key {key!r}; {nearest_key(key)}")

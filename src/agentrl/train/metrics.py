@@ -61,6 +61,10 @@ class Max:
         return None if self.highest == -math.inf else self.highest
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
 class MetricsLog:
     """A file of one JSON record a line, each with its `step`, on disk as soon as it is written."""
 
@@ -85,10 +89,10 @@ class MetricsLog:
         records: list[dict[str, Any]] = []
         for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was cut off
             try:
-                record = json.loads(line)
-            except ValueError as error:
+                record = json.loads(line, parse_constant=_refuse)
+            except (ValueError, RecursionError) as error:  # the latter: brackets without end
                 raise ValueError(f"{self.path}, line {number} is not a JSON record: {error}") from error
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError(f"{self.path}, line {number} has no whole number `step`")
             records.append(record)
         return records

@@ -1,8 +1,8 @@
 """A run and its directory: start, stop, continue and finish, with the same result however often it stops."""
 
-import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from agentrl.models.policy import Policy
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.train.checkpoint import (
-    Checkpoint,
     checkpoints_by_step,
     deserialize,
     load_checkpoint,
@@ -22,109 +21,15 @@ from agentrl.train.checkpoint import (
     serialize,
     write_atomically,
 )
-from agentrl.train.config import RunConfig, config_hash, config_to_toml, load_config
+from agentrl.train.config import RunConfig
+from agentrl.train.directory import RunDirectory
 from agentrl.train.distributed import gathered
 from agentrl.train.loop import Trainer
-from agentrl.train.metrics import MetricsLog
 from agentrl.train.recording import batch_picture
 from agentrl.train.start import load_start, load_tokenizer
 
 # Held-out evaluation: a dictionary with at least `pass_rate`, of plain JSON values.
 Evaluation = Callable[[Policy], dict[str, Any]]
-
-
-class RunDirectory:
-    """The files of a run.
-
-    config.toml | metrics.jsonl: a record a step | batch.json: how one step's trajectories stand in rows |
-    checkpoints/ | and at the end model.safetensors;
-    summary.json holds the evaluation `before` from the start, and everything else at the end.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config_path = path / "config.toml"
-        self.metrics = MetricsLog(path / "metrics.jsonl")
-        self.checkpoints = path / "checkpoints"
-        self.model_path = path / "model.safetensors"
-        self.summary_path = path / "summary.json"
-        self.batch_path = path / "batch.json"
-
-    def check_free(self) -> None:
-        """Raises ValueError where the directory holds anything already; creates nothing."""
-        if self.config_path.exists():
-            raise ValueError(f"{self.path} already holds a run; continue it with --resume {self.path}")
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.glob("[!.]*"))):
-            raise ValueError(f"{self.path} exists and is not an empty directory; choose another --run-dir")
-
-    def create(self, config: RunConfig) -> None:
-        """Start the directory with its configuration. Raises ValueError where it is not free."""
-        self.check_free()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.write_config(config)
-
-    def write_config(self, config: RunConfig) -> None:
-        """Write config.toml anew, if it says something else."""
-        text = config_to_toml(config)
-        if not self.config_path.exists() or self.config_path.read_text(encoding="utf-8") != text:
-            write_atomically(self.config_path, text.encode())
-
-    def load_config(self) -> RunConfig:
-        """The run's configuration. Raises ValueError where the directory is not one of a run."""
-        if not self.config_path.is_file():
-            raise ValueError(
-                f"{self.path} is not the directory of a run: it holds no config.toml "
-                "(a run that was stopped in its first moment leaves none; start it again)"
-            )
-        return load_config(self.config_path)
-
-    def load_summary(self) -> dict[str, Any]:
-        """The summary so far; empty before the first evaluation. Raises ValueError where it is damaged."""
-        if not self.summary_path.exists():
-            return {}
-        try:
-            summary = json.loads(self.summary_path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{self.summary_path} is damaged: {error}") from error
-        if not isinstance(summary, dict) or "before" not in summary:
-            raise ValueError(f"{self.summary_path} is damaged: it holds no evaluation `before`")
-        return summary
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json."""
-        write_atomically(self.summary_path, (json.dumps(summary, indent=2) + "\n").encode())
-
-    def write_batch(self, picture: dict[str, Any]) -> None:
-        """Write batch.json."""
-        write_atomically(self.batch_path, (json.dumps(picture) + "\n").encode())
-
-    def load_latest(self, config: RunConfig) -> Checkpoint | None:
-        """The newest checkpoint, verified together with the files that must fit it; None before the first.
-
-        Raises ValueError, naming what is wrong, for a damaged or foreign directory. Changes nothing.
-        """
-        by_step = checkpoints_by_step(self.checkpoints)
-        records, summary = self.metrics.read(), self.load_summary()
-        if not by_step:
-            if records:
-                raise ValueError(
-                    f"{self.path} is damaged: metrics.jsonl holds {len(records)} steps, checkpoints/ nothing"
-                )
-            return None
-        path = by_step[max(by_step)]
-        checkpoint = load_checkpoint(path)
-        if checkpoint.config_hash != config_hash(config.rl):
-            raise ValueError(
-                f"{path} was made with other settings of [rl] than config.toml and flags give now; "
-                "they cannot change within a run, so start a new one"
-            )
-        if [record["step"] for record in records][: checkpoint.step] != list(range(1, checkpoint.step + 1)):
-            raise ValueError(f"{self.metrics.path} is damaged: it does not hold steps 1 to {checkpoint.step}")
-        if not summary:
-            raise ValueError(
-                f"{self.path} is damaged: summary.json, written before any checkpoint, is missing"
-            )
-        return checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +51,23 @@ def train_run(
     from. Stopped at any moment, in any way, and called again, it ends with the same weights and records as
     one that was never stopped: what a step depends on is in the checkpoint, records after it are dropped.
     With several ranks, all call it; the first one evaluates and writes the files, any can ask to stop.
-    Raises ValueError, before anything changes, for a directory that is damaged or does not fit `config`.
+    Raises ValueError, before anything changes, for a directory that is damaged, does not fit `config`, or in
+    which another process trains.
     """
+    with run.locked() if trainer.ranks.is_first else nullcontext():
+        return _carry_on(run, config, trainer, evaluation, hooks)
+
+
+def _carry_on(
+    run: RunDirectory, config: RunConfig, trainer: Trainer, evaluation: Evaluation, hooks: Hooks
+) -> dict[str, Any] | None:
     ranks = trainer.ranks
     checkpoint, summary = run.load_latest(config), run.load_summary()
+    has_ended = "after" in summary and run.model_path.exists()
     ranks.gather(None)  # all have read before the first one writes
     if checkpoint is not None:
         trainer.restore(checkpoint)
-        if "after" in summary and checkpoint.step >= config.steps:
+        if has_ended and checkpoint.step >= config.steps:
             return summary
     if ranks.is_first:
         run.metrics.truncate(trainer.num_steps)
