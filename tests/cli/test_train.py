@@ -17,7 +17,8 @@ import torch
 from agentrl.cli.main import main
 from agentrl.cli.train import parse, summary_table
 from agentrl.models.tiny import TinyAgent, TinyConfig
-from agentrl.train.run import RunDirectory, load_policy
+from agentrl.train.directory import RunDirectory
+from agentrl.train.run import load_policy
 
 SMALL = [
     "--steps", "3", "--eval-samples", "1", "--group-size", "2", "--prompts-per-step", "2",
@@ -192,3 +193,33 @@ def test_help_reads_well(command: str, capsys: pytest.CaptureFixture[str]) -> No
     assert f"usage: agentrl {command}" in out
     assert "None" not in out
     assert ">>>" not in out
+
+
+@pytest.mark.parametrize("device", ["nowhere", "", "meta", "cuda:99"])
+def test_a_device_that_is_not_here_is_refused_at_once(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *SMALL, "--run-dir", str(tmp_path / "run"), "--device", device]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"agentrl train: --device {device}: this machine cannot compute there: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_from_a_machine_with_another_device_is_evaluated_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *SMALL, "--run-dir", str(run)]) == 0
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('device = "cpu"', 'device = "cuda:99"'))
+    assert main(["eval", str(run)]) == 2
+    assert "eval: --device cuda:99: this machine cannot compute there" in capsys.readouterr().err
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+
+
+def test_a_diverged_run_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", *SMALL, "--run-dir", str(tmp_path / "run"), "--temperature", "1e-300"]
+    assert main(command) == 2
+    assert "there is no token to sample" in capsys.readouterr().err

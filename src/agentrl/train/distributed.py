@@ -100,10 +100,18 @@ ONE_RANK = Ranks()
 
 
 def own_device(name: str) -> torch.device:
-    """The device of this process: under torchrun, `cuda` means the one with the process's local rank."""
-    device = torch.device(name)
-    if device.type == "cuda" and device.index is None and dist.is_torchelastic_launched():
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    """The device of this process: under torchrun, `cuda` means the one with the process's local rank.
+
+    Raises ValueError for a name that is no device's, and for a device on which this machine cannot compute.
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None and dist.is_torchelastic_launched():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # a build without CUDA asserts
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--device {name}: this machine cannot compute there: {reason}") from error
     return device
 
 
