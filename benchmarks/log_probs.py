@@ -23,6 +23,7 @@ import json
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -37,7 +38,7 @@ import agentrl as arl
 from agentrl.ops.peak_memory import peak_bytes
 from results import append, commit, read_records
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "agentrl::mm_float32_")
 MOST_TURNS = 5
 
 
@@ -300,6 +301,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {options.device}",
         "threads": options.threads,
         "seconds": options.seconds,
+        "idle_thread": options.idle_thread,
     }
 
 
@@ -388,10 +390,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=15.0, help="of turns, a size")
+    parser.add_argument("--idle-thread", action="store_true", help="another Python thread waits beside it")
     parser.add_argument("--results", type=Path, default=Path("log_probs.jsonl"), help="a line a size")
     parser.add_argument("--report", action="store_true", help="measure nothing; print what is there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.idle_thread:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
     shared = settings(options)
     sizes = full_size() if options.full_size else grid(options.quick) + special(options.quick)
     sizes = [size for size in sizes if size.dtype in options.dtypes]

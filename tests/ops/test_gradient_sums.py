@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ops.conftest import BOTH_WAYS, choose
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,17 +106,23 @@ class _WithoutProducts(TorchDispatchMode):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("native", BOTH_WAYS)
 @pytest.mark.parametrize("name", ["tiled", "tiled, input", "fused"])
 @pytest.mark.parametrize(("n", "v", "d"), [(2048, 6000, 1024), (4096, 4000, 1024)])
-def test_memory_in_16_bits_is_flat(name: str, n: int, v: int, d: int) -> None:
+def test_memory_in_16_bits_is_flat(
+    name: str, n: int, v: int, d: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Float32 sums of one gradient beside it would take 8 and 16 MB; up to 14 MB are tiles."""
+    choose(monkeypatch, native)
     assert bytes_over_gradients(name, log_probs.Case.draw(n, v, d, torch.bfloat16, "cpu")) <= 15_500_000
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("native", BOTH_WAYS)
 @pytest.mark.parametrize("name", ["tiled", "fused"])
-def test_memory_of_a_frozen_16_bit_weight(name: str) -> None:
+def test_memory_of_a_frozen_16_bit_weight(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden's slope waits beside its gradient (4 MB); nothing of that size is ever widened."""
+    choose(monkeypatch, native)
     case = log_probs.Case.draw(2048, 6000, 1024, torch.bfloat16, "cpu")
     case.weight.requires_grad_(False)
     assert bytes_over_gradients(name, case) <= 15_500_000

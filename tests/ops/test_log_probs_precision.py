@@ -2,11 +2,11 @@
 
 # N action tokens, V vocabulary, D width
 
-import threading
 from typing import Any
 
 import pytest
 import torch
+from tests.ops.conftest import BOTH_WAYS, choose, needs_gemm
 from torch import Tensor
 
 from agentrl.ops.fused_loss import fused_policy_loss
@@ -35,17 +35,19 @@ def draw(n: int, v: int, d: int, dtype: torch.dtype, peak: float) -> tuple[Tenso
 @pytest.mark.parametrize("peak", [1.0, 8.0])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "logits"),
+    ("dtype", "logits", "native"),
     [
-        (torch.float32, "float32"),
-        (torch.bfloat16, "float32"),
-        (torch.bfloat16, "input"),
-        (torch.float16, "float32"),
+        (torch.float32, "float32", False),
+        pytest.param(torch.bfloat16, "float32", True, marks=needs_gemm),
+        (torch.bfloat16, "float32", False),
+        (torch.bfloat16, "input", False),
+        (torch.float16, "float32", False),
     ],
 )
 def test_errors_are_within_twice_those_of_full_logits(
-    dtype: torch.dtype, logits: str, frozen: bool, peak: float
+    dtype: torch.dtype, logits: str, native: bool, frozen: bool, peak: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    choose(monkeypatch, native)
     hidden, weight, targets, upstream = draw(48, 3000, 128, dtype, peak)
     exact, hidden_exact, weight_exact = truth(hidden, weight, targets, upstream)
     plain = selected_log_probs(hidden @ weight.T, targets)
@@ -205,49 +207,16 @@ def test_a_log_prob_is_at_most_zero_and_an_entropy_at_least() -> None:
             assert float(entropy.min()) >= 0
 
 
-def test_widened_products_are_those_of_float32() -> None:
+@pytest.mark.parametrize("native", BOTH_WAYS)
+def test_a_bf16_logit_is_that_of_float32(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact factors, float32 sums: the error against float64 is that of a float32 product."""
+    choose(monkeypatch, native)
     lhs, rhs = (torch.randn(size, 512, generator=torch.Generator().manual_seed(size)) for size in (70, 300))
-    lhs, rhs, out = lhs.bfloat16().float(), rhs.bfloat16().float(), torch.empty(70, 300)
-    logit_product(lhs, rhs.T, Precision(torch.bfloat16, out.device, "float32"), out)
+    lhs, rhs, out = lhs.bfloat16(), rhs.bfloat16(), torch.empty(70, 300)
+    precision = Precision(torch.bfloat16, out.device, "float32")
+    operands = precision.logit_operands
+    assert operands == (torch.bfloat16 if native else torch.float32)
+    logit_product(lhs.to(operands), rhs.to(operands).T, precision, out)
     exact = lhs.double() @ rhs.double().T
-    error, plain = ((found.double() - exact).abs().max() for found in (out, lhs @ rhs.T))
+    error, plain = ((found.double() - exact).abs().max() for found in (out, lhs.float() @ rhs.float().T))
     assert error <= 2 * plain
-
-
-def test_the_matmul_setting_is_lent_only_while_no_other_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting: Any = torch.backends.mkldnn.matmul
-    if not torch.cpu.get_capabilities().get("avx512_bf16", False):
-        pytest.skip("this CPU does not multiply bfloat16")
-    seen: list[str] = []
-    mm = torch.mm
-
-    def watched(*args: Any, **keywords: Any) -> Tensor:
-        seen.append(setting.fp32_precision)
-        return mm(*args, **keywords)
-
-    monkeypatch.setattr(torch, "mm", watched)
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    hidden, weight = torch.ones(2, 4).bfloat16(), torch.ones(3, 4).bfloat16()
-    before = setting.fp32_precision
-    action_log_probs(hidden, weight, torch.tensor([0, 2]))
-    assert (seen, setting.fp32_precision) == (["bf16"], before)
-    action_log_probs(hidden.float(), weight.float(), torch.tensor([0, 2]))
-    action_log_probs(hidden.half(), weight.half(), torch.tensor([0, 2]))
-    monkeypatch.setattr(threading, "active_count", lambda: 2)
-    action_log_probs(hidden, weight, torch.tensor([0, 2]))
-    assert seen[1:] == [before] * 3
-
-
-def test_the_matmul_setting_still_follows_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting: Any = torch.backends.mkldnn.matmul
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    hidden = torch.ones(2, 4).bfloat16()
-    before = torch.backends.fp32_precision
-    try:
-        torch.backends.fp32_precision = "ieee"
-        action_log_probs(hidden, hidden, torch.tensor([0, 1]))
-        assert setting.fp32_precision == "ieee"
-    finally:
-        torch.backends.fp32_precision = before
-    assert setting.fp32_precision == before

@@ -3,15 +3,15 @@
 # N tokens, V vocabulary, D width; n, v the sides of one tile
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from agentrl.ops.bfloat16_product import mm_float32_, multiplies_bfloat16
 
 LogitPrecision = Literal["float32", "input"]
 
@@ -67,10 +67,12 @@ class Precision:
 
     @property
     def logit_operands(self) -> torch.dtype:
-        """The dtype of the factors of a logit. On CPU, a 16-bit product cannot be written as float32, so the
-        factors are widened first, which is exact (`logit_product`)."""
-        widen = self.narrow and self.logits == "float32" and self.device.type != "cuda"
-        return self.wide if widen else self.inputs
+        """The dtype of the factors of a logit. Where a 16-bit product cannot be written as float32, they are
+        widened first, which is exact."""
+        if not self.narrow or self.logits == "input" or self.device.type == "cuda":
+            return self.inputs
+        native = self.inputs == torch.bfloat16 and self.device.type == "cpu" and multiplies_bfloat16()
+        return self.inputs if native else self.wide
 
     @property
     def gradient_operands(self) -> torch.dtype:
@@ -80,30 +82,13 @@ class Precision:
 
 
 def logit_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
-    """Write lhs @ rhs, of factors in `precision.logit_operands`, to `out` in the wide dtype, unrounded.
-
-    A CPU that multiplies bfloat16 takes widened factors back without loss, and still sums in float32: three
-    times as fast as its float32 product. PyTorch chooses that kernel by a setting of the whole process, so it
-    is left alone while other Python threads could be multiplying under it.
-    """
-    setting = cast(Any, torch.backends.mkldnn).matmul
-    if lhs.dtype != out.dtype:
-        torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
-    elif precision.inputs != torch.bfloat16 or not _multiplies_bfloat16() or threading.active_count() > 1:
+    """Write lhs @ rhs, of factors in `precision.logit_operands`, to `out` in the wide dtype, unrounded."""
+    if lhs.dtype == out.dtype:
         torch.mm(lhs, rhs, out=out)
+    elif precision.device.type == "cpu":
+        mm_float32_(out, lhs, rhs)
     else:
-        before = setting.fp32_precision
-        inherits = before == cast(Any, torch.backends.mkldnn).fp32_precision
-        setting.fp32_precision = "bf16"
-        try:
-            torch.mm(lhs, rhs, out=out)
-        finally:
-            setting.fp32_precision = "none" if inherits else before  # "none" follows the general setting
-
-
-@cache
-def _multiplies_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.cpu.get_capabilities().get("avx512_bf16", False)
+        torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
 
 
 @dataclass(frozen=True, slots=True)

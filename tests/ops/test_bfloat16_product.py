@@ -1,0 +1,170 @@
+"""The bfloat16 product with a float32 result: exact terms, any layout, nothing that other threads see."""
+
+# M, N sides of the result; K the depth
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.ops.conftest import BOTH_WAYS, choose, needs_gemm
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import log_probs
+from agentrl.ops import tiled_head
+from agentrl.ops.bfloat16_product import mm_float32_
+from agentrl.ops.log_probs import action_log_probs
+from agentrl.ops.tiles import Precision
+
+
+def draw(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda a: a,
+    "columns": lambda a: a.T.contiguous().T,
+    "a slice": lambda a: torch.cat([a, a + 1], 1)[:, : a.shape[1]],
+    "a slice, columns": lambda a: torch.cat([a, a + 1], 0).T.contiguous().T[: a.shape[0]],
+    "every other": lambda a: torch.stack([a, a + 1], 2)[:, :, 0],
+    "one row, expanded": lambda a: a[:1].expand_as(a),
+}
+
+
+@needs_gemm
+@pytest.mark.parametrize("right", LAYOUTS)
+@pytest.mark.parametrize("left", LAYOUTS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (3, 5, 7), (1, 9, 4), (9, 1, 4), (33, 70, 65)])
+def test_every_layout(left: str, right: str, m: int, n: int, k: int) -> None:
+    lhs, rhs = LAYOUTS[left](draw(m, k, 1)), LAYOUTS[right](draw(k, n, 2))
+    out = torch.full((m, n), torch.nan)
+    assert mm_float32_(out, lhs, rhs) is out
+    plain, exact = lhs.float() @ rhs.float(), lhs.double() @ rhs.double()
+    # float32 sums of exact terms: k roundings at most, of what the terms' magnitudes add up to
+    slack = k * torch.finfo(torch.float32).eps * float((lhs.double().abs() @ rhs.double().abs()).max())
+    assert float((out.double() - exact).abs().max()) <= slack
+    assert float((out - plain).abs().max()) <= 2 * slack
+
+
+@needs_gemm
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 4), (3, 0, 4), (3, 4, 0)])
+def test_an_empty_side(m: int, n: int, k: int) -> None:
+    out = torch.full((m, n), torch.nan)
+    assert torch.equal(mm_float32_(out, draw(m, k, 1), draw(k, n, 2)), torch.zeros(m, n))
+
+
+@needs_gemm
+@pytest.mark.parametrize(("m", "n", "k"), [(17, 33, 65), (64, 64, 63), (300, 70, 1)])
+def test_a_nan_stays_in_its_row_and_column(m: int, n: int, k: int) -> None:
+    """Of the weight too, whose rows are the columns of its transpose."""
+    lhs, rhs = draw(m, k, 1), draw(n, k, 2).T
+    clean = mm_float32_(torch.empty(m, n), lhs, rhs)
+    lhs[m // 2], rhs[:, n // 2] = torch.nan, torch.inf
+    found = mm_float32_(torch.empty(m, n), lhs, rhs)
+    assert bool(found[m // 2].isnan().all())
+    rows, columns = torch.arange(m) != m // 2, torch.arange(n) != n // 2
+    assert torch.equal(found[rows][:, columns], clean[rows][:, columns])
+
+
+@needs_gemm
+def test_nothing_is_written_beside_the_result() -> None:
+    flat = torch.full((3 * 5 + 2,), 7.0)
+    mm_float32_(flat[1:-1].view(3, 5), draw(3, 4, 1), draw(5, 4, 2).T)
+    assert (float(flat[0]), float(flat[-1])) == (7.0, 7.0)
+
+
+def head_step() -> list[Tensor]:
+    """Log-probs and gradients of 40 tokens over a few tiles, bfloat16."""
+    hidden, weight = draw(40, 96, 1).requires_grad_(), (draw(500, 96, 2) / 4).requires_grad_()
+    targets = torch.arange(40) * 7
+    scores = action_log_probs(hidden, weight, targets, tile_bytes=16 * 128 * 4)
+    return [scores.detach(), *torch.autograd.grad(scores, (hidden, weight), torch.linspace(-1, 2, 40))]
+
+
+class Witness(TorchDispatchMode):
+    """Before every matrix product of the head, multiplies float32 matrices in another thread."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        super().__init__()
+        self.thread = thread
+        generator = torch.Generator().manual_seed(3)
+        self.lhs, self.rhs = (torch.randn(128, 128, generator=generator) for _ in range(2))
+        self.expected = self.lhs @ self.rhs
+        self.products: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in log_probs.PRODUCTS:
+            self.products.append(self.thread.submit(lambda: self.lhs @ self.rhs).result())
+        return func(*args, **(kwargs or {}))
+
+    def saw_a_change(self) -> bool:
+        assert len(self.products) > 20
+        return not all(torch.equal(found, self.expected) for found in self.products)
+
+
+@contextmanager
+def witness() -> Iterator[Witness]:
+    with ThreadPoolExecutor(1) as thread, Witness(thread) as found:
+        yield found
+
+
+@pytest.mark.parametrize("native", BOTH_WAYS)
+def test_another_thread_multiplies_as_ever(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, native)
+    with witness() as found:
+        head_step()
+    assert not found.saw_a_change()
+
+
+def test_a_setting_of_the_process_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: the setting under which PyTorch multiplies widened factors as bfloat16."""
+    if not torch.cpu.get_capabilities().get("avx512_bf16", False):
+        pytest.skip("without instructions for bfloat16 the setting changes nothing")
+    setting: Any = torch.backends.mkldnn.matmul
+
+    def under_the_setting(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
+        before, setting.fp32_precision = setting.fp32_precision, "bf16"
+        try:
+            torch.mm(lhs, rhs, out=out)
+        finally:
+            setting.fp32_precision = before
+
+    choose(monkeypatch, native=False)
+    monkeypatch.setattr(tiled_head, "logit_product", under_the_setting)
+    with witness() as found:
+        head_step()
+    assert found.saw_a_change()
+
+
+@pytest.mark.parametrize("native", BOTH_WAYS)
+def test_results_do_not_depend_on_other_threads(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same operators, and the same bits, alone and beside a thread that waits."""
+    choose(monkeypatch, native)
+
+    class Names(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Names() as alone:
+        expected = head_step()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with Names() as beside:
+            found = head_step()
+    finally:
+        stop.set()
+        thread.join()
+    assert beside.seen == alone.seen
+    assert ("agentrl::mm_float32_" in alone.seen) == native
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
