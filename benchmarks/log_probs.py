@@ -151,11 +151,11 @@ def log_prob_errors(heads: dict[str, Head], case: Case) -> dict[str, float]:
         return {name: float((head.score(few).double() - exact).abs().max()) for name, head in heads.items()}
 
 
-def matmul_peak(dtype: torch.dtype, device: str) -> float:
+def matmul_peak(dtype: torch.dtype, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """Operations a second of the best of ten square products."""
     side = 1024 if device == "cpu" else 8192
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side**3 / min(seconds(lambda: a @ b, device) for _ in range(10))
+    return 2 * side**3 / min(seconds(lambda: a @ b, device, clock) for _ in range(10))
 
 
 def seconds(step: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -239,7 +239,7 @@ def measure(
         for name, head in heads.items():
             turns[name].seconds.append(seconds(lambda head=head: head.step(case), device, clock))
     gradients = sum(t.numel() * t.element_size() for t in case.leaves())
-    peak_rate, errors = matmul_peak(case.hidden.dtype, device), log_prob_errors(heads, case)
+    peak_rate, errors = matmul_peak(case.hidden.dtype, device, clock), log_prob_errors(heads, case)
     plain = turns[size.names[0]].median()
     return {
         name: {
@@ -301,7 +301,6 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {options.device}",
         "threads": options.threads,
         "seconds": options.seconds,
-        "idle_thread": options.idle_thread,
     }
 
 
@@ -366,7 +365,8 @@ def report(sizes: list[Size], found: dict[str, Any], shared: dict[str, Any]) -> 
     )
     print(
         f"commit {shared['commit']}, torch {shared['torch']}, {shared['machine']}, "
-        f"{shared['threads']} threads, seed 0, `{' '.join(['python', *sys.argv])}`; matmul peak {rates}"
+        f"{shared['threads']} threads, {shared['clock']}, seed 0, "
+        f"`{' '.join(['python', *sys.argv])}`; matmul peak {rates}"
     )
     measured = {size: found[size.key()] for size in sizes if size.key() in found}
     for table in dict.fromkeys(size.table for size in measured):
@@ -390,14 +390,21 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=15.0, help="of turns, a size")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread's CPU seconds, to which other processes add little",
+    )
     parser.add_argument("--idle-thread", action="store_true", help="another Python thread waits beside it")
     parser.add_argument("--results", type=Path, default=Path("log_probs.jsonl"), help="a line a size")
     parser.add_argument("--report", action="store_true", help="measure nothing; print what is there")
     options = parser.parse_args()
+    options.threads = 1 if options.cpu_time else options.threads
     torch.set_num_threads(options.threads)
     if options.idle_thread:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-    shared = settings(options)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    shared = settings(options) | {"clock": clock.__name__, "idle_thread": options.idle_thread}
     sizes = full_size() if options.full_size else grid(options.quick) + special(options.quick)
     sizes = [size for size in sizes if size.dtype in options.dtypes]
     found = read(options.results, shared)
@@ -405,7 +412,7 @@ def main() -> None:
     for size in sorted(sizes, key=lambda size: size.n * size.v * size.d * len(size.names)):
         if options.report or size.key() in found:
             continue
-        figures = found[size.key()] = measure(size, HEADS, options.device, options.seconds)
+        figures = found[size.key()] = measure(size, HEADS, options.device, options.seconds, clock)
         append(options.results, {"settings": shared, "size": size.key(), "figures": figures})
         now = time.strftime("%H:%M:%S")
         print(*(f"[{now}] {row}" for row in rows_of(size, figures)), sep="\n", file=sys.stderr, flush=True)
