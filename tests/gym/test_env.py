@@ -72,9 +72,11 @@ def test_edit_keeps_the_indentation_and_nothing_else() -> None:
     ("submit now", USAGE), ("view\nrun", USAGE), ("edit", "error: no such line, it has 4\n"),
     ("edit 0 x", "error: no such line, it has 4\n"), ("edit 5 x", "error: no such line, it has 4\n"),
     ("edit -1 x", "error: no such line, it has 4\n"), ("edit two x", "error: no such line, it has 4\n"),
-    ("edit \u00b2 x", "error: no such line, it has 4\n"), ("edit 2", "error: edit needs one line of text\n"),
-    ("edit 2    ", "error: edit needs one line of text\n"),
-    ("edit 2 a\nb", "error: edit needs one line of text\n"),
+    ("edit \u00b2 x", "error: no such line, it has 4\n"),
+    ("edit 2", "error: edit needs one line of ASCII text\n"),
+    ("edit 2    ", "error: edit needs one line of ASCII text\n"),
+    *((f"edit 2 a{odd}b", "error: edit needs one line of ASCII text\n")
+      for odd in "\n\r\t\f\v\0\x1b\x7f\x85\u2028\u00e9\u2192\U0001f600"),
     ("edit " + "9" * 5000 + " x", "error: no such line, it has 4\n"),
 ])  # fmt: skip
 def test_a_malformed_action_is_told_what_is_wrong(action: str, observation: str) -> None:

@@ -97,8 +97,8 @@ class BugFixEnv:
         if number not in map(str, range(1, len(self._lines) + 1)):
             return f"error: no such line, it has {len(self._lines)}\n"
         text = text.strip()
-        if not text or "\n" in text:
-            return "error: edit needs one line of text\n"
+        if not text or not (text.isascii() and text.isprintable()):
+            return "error: edit needs one line of ASCII text\n"
         self._lines = replaced(self.source, int(number), text).split("\n")
         return "ok\n"
 
@@ -129,5 +129,8 @@ def shown(value: Any) -> str:
 
 
 def make_env(cfg: EnvConfig) -> BugFixEnv:
-    """A fresh BugFix environment with `cfg.max_turns` actions an episode."""
+    """A fresh BugFix environment with `cfg.max_turns` actions an episode.
+
+    Raises ValueError where that is below 1.
+    """
     return BugFixEnv(cfg.max_turns)

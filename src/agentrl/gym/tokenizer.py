@@ -19,9 +19,11 @@ _ERRORS = (
     *("AttributeError", "IndentationError", "IndexError", "NameError", "RecursionError", "SyntaxError"),
     *("TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError"),
 )
-_PROSE = frozenset(
-    ("fix", "view", "run", "edit", "submit", "ok", "pass", "got", "wanted", "raised", "error", "use", "LINE")
-) | frozenset(("TEXT", "no", "such", "line", "it", "has", "needs", "one", "of", "text", "timeout", "limit"))
+_PROSE = (
+    *("fix", "view", "run", "edit", "submit", "ok", "pass", "got", "wanted", "raised", "error", "use"),
+    *("LINE", "TEXT", "no", "such", "line", "it", "has", "needs", "one", "of", "ASCII", "text"),
+    *("timeout", "limit"),
+)
 _NAMES = (
     *("range", "len", "max", "min", "sum", "abs", "sorted", "append"),
     *("total", "count", "items", "best", "out", "lo", "hi"),
@@ -179,7 +181,11 @@ class Tokenizer:
 
 
 def build_tokenizer(tasks: Iterable[HasSource]) -> Tokenizer:
-    """The tokenizer of the BugFix gym: the tasks' names and words, those of observations, and letters."""
+    """The tokenizer of the BugFix gym: the tasks' names and words, those of observations, and letters.
+
+    The order of the tasks does not matter, which tasks they are does: a model fits the tokenizer that it was
+    trained with. Other words are spelled in letters; encoding raises ValueError beyond printable ASCII.
+    """
     words: set[str] = set()
     for task in tasks:
         words.add(task.name)
