@@ -57,6 +57,11 @@ def test_cache_agrees_with_no_cache(dtype: torch.dtype, bound: float) -> None:
     assert ragged_difference(model, model.new_cache(5, 20)) < bound
 
 
+def test_a_cache_beyond_the_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 24 positions, fewer than 25 tokens"):
+        model_of(torch.float32).new_cache(1, 25)
+
+
 def test_a_cache_that_is_not_reset_is_noticed() -> None:
     """The planted bug: a slot keeps the tokens of its last episode; reset() makes it as good as new."""
     model = model_of(torch.float64)

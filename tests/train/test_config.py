@@ -93,6 +93,12 @@ def test_counts_of_a_run_are_at_least_one(name: str) -> None:
     assert RunConfig(steps=0).steps == 0
 
 
+def test_the_embedded_agent_has_256_positions() -> None:
+    with pytest.raises(ValueError, match="max_tokens must be at most 256 without --model"):
+        RunConfig(rl=RLConfig(max_tokens=257))
+    assert RunConfig(rl=RLConfig(max_tokens=257), model="a/b").rl.max_tokens == 257
+
+
 def test_budget_holds_the_longest_trajectory_by_default() -> None:
     assert RLConfig().token_budget == 4096
     assert RLConfig(max_tokens=9000).token_budget == 9000

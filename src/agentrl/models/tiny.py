@@ -156,7 +156,15 @@ class TinyAgent(nn.Module):
         return self.final_norm(x)
 
     def new_cache(self, num_slots: int, max_tokens: int) -> TinyCache:
-        """An empty cache for `num_slots` sequences of at most `max_tokens` tokens."""
+        """An empty cache for `num_slots` sequences of at most `max_tokens` tokens.
+
+        Raises ValueError for more tokens than the model has positions.
+        """
+        if max_tokens > self.config.max_positions:
+            raise ValueError(
+                f"this TinyAgent has {self.config.max_positions} positions, fewer than {max_tokens} tokens; "
+                "lower max_tokens or build it with a larger max_positions"
+            )
         return TinyCache(self.config, num_slots, max_tokens, self.token_embedding.weight)
 
     def extend(self, ids: Tensor, num_new: Tensor, slots: Tensor, cache: TinyCache) -> Tensor:

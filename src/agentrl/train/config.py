@@ -27,6 +27,8 @@ Packing = Literal["packed", "tree", "padded"]
 PlanningCost = Literal["attention", "tokens"]
 ComputeDtype = Literal["float32", "bfloat16"]
 
+TINY_POSITIONS = 256  # of the TinyAgent that a run starts from without a model
+
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
@@ -185,6 +187,9 @@ class RunConfig:
         )
         if self.model is not None and self.instructions is None:  # here, so that config.toml keeps the text
             object.__setattr__(self, "instructions", INSTRUCTIONS)
+        wanted = f"at most {TINY_POSITIONS} without --model: the TinyAgent has no more positions"
+        fits = self.model is not None or self.rl.max_tokens <= TINY_POSITIONS
+        _require(fits, "max_tokens", self.rl.max_tokens, wanted)
         for name in ("steps", "eval_every"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         _require(self.curriculum in RULES, "curriculum", self.curriculum, f"one of {', '.join(RULES)}")
