@@ -10,7 +10,7 @@ import torch
 import agentrl.rollout.decode as module
 from agentrl.models.scoring import sequence_log_probs
 from agentrl.models.tiny import TinyAgent, TinyCache, TinyConfig
-from agentrl.rollout.decode import DecodeStats, Stream, decode, threads_for, uniforms
+from agentrl.rollout.decode import DecodeStats, Stream, decode, uniforms
 
 END, VOCAB, MAX_TOKENS = 1, 11, 40
 
@@ -201,13 +201,6 @@ def test_impossible_settings_are_refused(change: dict[str, float], message: str)
 
 def test_nobody_to_play_costs_nothing() -> None:
     assert play([]) == DecodeStats()
-
-
-def test_threads_are_given_back() -> None:
-    before = torch.get_num_threads()
-    with threads_for(lively_model()):
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, 1e30])

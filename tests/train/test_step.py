@@ -240,6 +240,26 @@ def test_a_bad_batch_is_refused_and_nothing_moves(
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_small_model_is_updated_with_one_thread(
+    bigram: Any, make_trajs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would wait for each other at every product, beside other load four times as long as one works."""
+    model, seen = bigram(), set[int]()
+    plain = model.hidden_states
+    monkeypatch.setattr(
+        model, "hidden_states", lambda *args: [seen.add(torch.get_num_threads()), plain(*args)][1]
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        batch = collate(make_trajs(model, 8), pad_id=0)
+        rl_update(model, optimizer, batch, torch.tensor([1.0, -1] * 4), RLConfig(), None, None)
+        assert (seen, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_loss_that_is_not_finite_takes_no_step(bigram: Any, make_trajs: Any) -> None:
     model = bigram()
     batch, advantages = collate(make_trajs(model, 4), pad_id=0), torch.tensor([1.0, -1, 1, -1])

@@ -2,11 +2,15 @@
 
 # R rows, L row length, B slots, K new tokens a slot, V vocabulary, D width
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+_SMALL_WIDTH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +81,16 @@ class Policy(Protocol):
         Returns the hidden state [B, D] of each row's last appended token, after the final norm.
         """
         ...
+
+
+@contextmanager
+def threads_for(model: Policy) -> Iterator[None]:
+    """One thread for a small model on a CPU: waking a second one costs more than its matrix products."""
+    weight = model.head().weight
+    num_threads = torch.get_num_threads()
+    if weight.device.type == "cpu" and weight.shape[1] <= _SMALL_WIDTH:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

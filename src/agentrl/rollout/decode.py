@@ -2,8 +2,7 @@
 
 # B rows of one call, K new tokens a row, D width, V vocabulary
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor
 
 from agentrl.models.policy import KVCache, Policy, head_logits
-
-_SMALL_WIDTH = 128
 
 
 @dataclass(slots=True)
@@ -60,19 +57,6 @@ class DecodeStats:
 def uniforms(seed: int, index: int, count: int) -> np.ndarray:
     """The random numbers [count] of episode `index`: a function of (seed, index) alone."""
     return np.random.Generator(np.random.Philox(key=[seed, index])).random(count)
-
-
-@contextmanager
-def threads_for(model: Policy) -> Iterator[None]:
-    """One thread for a small model on a CPU: waking a second one costs more than its matrix products."""
-    weight = model.head().weight
-    num_threads = torch.get_num_threads()
-    if weight.device.type == "cpu" and weight.shape[1] <= _SMALL_WIDTH:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 @torch.no_grad()

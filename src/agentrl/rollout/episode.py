@@ -9,8 +9,8 @@ import torch
 
 from agentrl.data.advantages import rewards_differ
 from agentrl.data.trajectory import Trajectory
-from agentrl.models.policy import Policy
-from agentrl.rollout.decode import DecodeStats, Stream, decode, threads_for, uniforms
+from agentrl.models.policy import Policy, threads_for
+from agentrl.rollout.decode import DecodeStats, Stream, decode, uniforms
 
 
 class Environment(Protocol):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.data.lengths import positive_whole
 from agentrl.data.trajectory import Trajectory
 from agentrl.data.weights import microbatch_weight_distortion, token_weights
-from agentrl.models.policy import Policy
+from agentrl.models.policy import Policy, threads_for
 from agentrl.train.config import RLConfig
 from agentrl.train.distributed import ONE_RANK, Ranks
 from agentrl.train.metrics import Max, Mean
@@ -264,17 +264,18 @@ def update_policy(
     learning = torch.tensor([i for i, t in enumerate(trajs) if t.num_actions])
     metrics = UpdateMetrics()
     optimizer.zero_grad(set_to_none=True)
-    for _ in range(cfg.num_epochs):
-        order = learning[torch.randperm(learning.numel(), generator=generator)]
-        for part in order.tensor_split(min(cfg.num_minibatches, learning.numel())):
-            chosen = [trajs[i] for i in part.tolist()]
-            plan = plan_step(policy, chosen, cfg, ranks.num_ranks)
-            own = accumulate(
-                policy, chosen, advantages[part], cfg, plan, rank=ranks.rank, reference=reference
-            )
-            step = sum(ranks.gather(own), start=UpdateMetrics())
-            norm = apply_gradients(policy, optimizer, step.loss.total, cfg)
-            metrics += step + UpdateMetrics(loss=Mean(0.0, 1), grad_norm=Mean(norm, 1))
+    with threads_for(policy):
+        for _ in range(cfg.num_epochs):
+            order = learning[torch.randperm(learning.numel(), generator=generator)]
+            for part in order.tensor_split(min(cfg.num_minibatches, learning.numel())):
+                chosen = [trajs[i] for i in part.tolist()]
+                plan = plan_step(policy, chosen, cfg, ranks.num_ranks)
+                own = accumulate(
+                    policy, chosen, advantages[part], cfg, plan, rank=ranks.rank, reference=reference
+                )
+                step = sum(ranks.gather(own), start=UpdateMetrics())
+                norm = apply_gradients(policy, optimizer, step.loss.total, cfg)
+                metrics += step + UpdateMetrics(loss=Mean(0.0, 1), grad_norm=Mean(norm, 1))
     return {**metrics.values(), "tokens": float(sum(t.num_actions for t in trajs))}
 
 
@@ -289,7 +290,11 @@ def rl_update(
 ) -> dict[str, float]:
     """`update_policy` on a collated batch of B trajectories: updates the model, returns statistics.
 
-    A row is read up to its last action token: nothing after it takes part in the loss.
+    `batch` is what `collate` gives, `advantages` [B]. A row is read up to its last action token: nothing
+    after it takes part in the loss, the clipped surrogate of PPO (Schulman et al., arXiv 1707.06347).
+
+    Raises ValueError for a batch without action tokens and as `update_policy` does: for advantages or
+    log-probs that are not finite, a KL term without `ref_model`, a loss or gradient that is not finite.
     """
     if not bool(batch["action_mask"].any()):
         raise ValueError("no trajectory of the batch has an action token: there is nothing to learn from")
