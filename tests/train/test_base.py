@@ -1,6 +1,5 @@
 """The supervised start: what its examples say, and that it is repeatable and kept."""
 
-import functools
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from agentrl.gym.tokenizer import Tokenizer, build_tokenizer
 from agentrl.models.tiny import TinyAgent, TinyConfig
 from agentrl.train import base
 from agentrl.train.base import BaseConfig, cache_key, encoded, make_rl_base
+from agentrl.train.config import TINY_POSITIONS
 
 SMALL = BaseConfig(
     num_demonstrations=40, num_drills=10, num_steps=6, num_drill_steps=2, width=16, num_heads=2
@@ -71,25 +71,25 @@ def test_gradients_of_batches_at_once_are_those_of_each_alone(tok: Tokenizer) ->
     examples = [
         encoded(d, tok.encode, tok.end_id, 256) for d in demonstrations(5, 6, task_shapes(), DemoConfig())
     ]
-    losses = [functools.partial(base._loss, model, half, SMALL, tok) for half in (examples[:3], examples[3:])]
     interval = sys.getswitchinterval()
-    with base._gradients_in_threads(parameters) as gradients_of:
-        found = gradients_of(losses)
+
+    def gradients_of(batch: list[base.Example]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(base._loss(model, batch, SMALL, tok), parameters)
+
+    with base._threads() as pool:
+        halves = (examples[:3], examples[3:])
+        found = list(pool.map(gradients_of, halves))
         assert sys.getswitchinterval() < interval
     assert sys.getswitchinterval() == interval
-    for loss, gradients in zip(losses, found, strict=True):
-        for gradient, alone in zip(gradients, torch.autograd.grad(loss(), parameters), strict=True):
+    for half, gradients in zip(halves, found, strict=True):
+        for gradient, alone in zip(gradients, gradients_of(half), strict=True):
             assert torch.equal(gradient, alone)
 
 
-def test_an_error_in_a_batch_is_raised_and_the_interpreter_left_as_it_was(tok: Tokenizer) -> None:
+def test_an_error_in_a_batch_is_raised_and_the_interpreter_left_as_it_was() -> None:
     interval = sys.getswitchinterval()
-    model = TinyAgent(TinyConfig(vocab_size=len(tok), width=16, num_heads=2))
-    with (
-        pytest.raises(ZeroDivisionError),
-        base._gradients_in_threads(list(model.parameters())) as gradients_of,
-    ):
-        gradients_of([lambda: torch.tensor(1 / 0)])
+    with pytest.raises(ZeroDivisionError), base._threads() as pool:
+        list(pool.map(lambda batch: batch / 0, [1, 2]))
     assert sys.getswitchinterval() == interval
 
 
@@ -105,6 +105,19 @@ def test_it_is_repeatable_cached_and_mended(tok: Tokenizer, tmp_path: Path) -> N
         for a, b in zip(first.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_where_nothing_can_be_kept_it_is_trained_all_the_same(tok: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match=r"could not be kept.*Not a directory.*XDG_CACHE_HOME"):
+        unkept = make_rl_base(tok, SMALL, cache_dir=tmp_path / "file" / "cache")
+    kept = make_rl_base(tok, SMALL, cache_dir=tmp_path / "cache")
+    for a, b in zip(unkept.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_knows_how_many_positions_the_base_has() -> None:
+    assert BaseConfig().max_tokens == TINY_POSITIONS
 
 
 def test_the_key_knows_configuration_and_vocabulary(tok: Tokenizer) -> None:

@@ -11,6 +11,7 @@ import os
 import platform
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -28,10 +29,8 @@ from agentrl.gym.env import SUBMIT
 from agentrl.gym.programs import NAMES, task_shapes
 from agentrl.gym.tasks import make_tasks
 from agentrl.gym.tokenizer import Tokenizer
-from agentrl.models.policy import head_logits
+from agentrl.models.policy import head_logits, threads_for
 from agentrl.models.tiny import TinyAgent, TinyConfig
-from agentrl.ops.log_probs import selected_log_probs
-from agentrl.rollout.decode import threads_for
 from agentrl.train.muon import Muon
 
 # Modules whose source decides what the supervised start becomes; their text is part of the cache's key.
@@ -46,7 +45,6 @@ _SOURCES = (
 _BATCHES_PER_STEP = 2
 
 Example = tuple[Tensor, Tensor]  # ids [n] int64 and is_action [n] bool of a demonstration
-Gradients = tuple[Tensor, ...]  # one a parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +53,11 @@ class BaseConfig:
 
     seed: int = 0
     num_demonstrations: int = 10_000
-    num_drills: int = 5000
-    num_steps: int = 2400
-    num_drill_steps: int = 850  # the first of num_steps
+    num_drills: int = 2500
+    num_steps: int = 2200
+    num_drill_steps: int = 780  # the first of num_steps
     tokens_per_batch: int = 384
-    lr: float = 3e-3
+    lr: float = 6e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
     submit_unseen: float = 0.4  # probability of submitting first, taught beside every first action
@@ -119,25 +117,37 @@ def make_rl_base(
 
     It can play BugFix but is far from perfect. The cache stands in `cache_dir` (default: `agentrl` in the
     user's cache folder) under a key of everything that decides the result: the configuration, the
-    vocabulary, the sources, torch's version and the processor. A damaged cache file is replaced.
-    `on_step(step, num_steps)` hears of progress while training.
+    vocabulary, the sources, torch's version and the processor. A damaged cache file is replaced, and where
+    none can be kept, a warning says so. `on_step(step, num_steps)` hears of progress while training.
     """
     cfg = cfg or BaseConfig()
     path = (cache_dir or default_cache_dir()) / f"base-{cache_key(tok, cfg)}.safetensors"
     model = _new_model(tok, cfg)
-    if path.exists():
-        try:
-            model.load_state_dict(load_file(path))
-        except (SafetensorError, RuntimeError):  # cut short or not ours: train it again
-            path.unlink()
-        else:
-            return model
-    model = train_base(tok, cfg, on_step=on_step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.part")
-    save_file(model.state_dict(), aside)
-    aside.replace(path)
+    try:
+        model.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError):  # none yet, cut short or not ours
+        model = train_base(tok, cfg, on_step=on_step)
+    else:
+        return model
+    try:
+        _keep(model, path)
+    except OSError as error:
+        warnings.warn(
+            f"the supervised base could not be kept, so the next run trains it again: {error}; "
+            "set XDG_CACHE_HOME to a folder that can be written",
+            stacklevel=2,
+        )
     return model
+
+
+def _keep(model: TinyAgent, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.part")  # others may be training the same one
+    try:
+        aside.write_bytes(save(model.state_dict()))
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def default_cache_dir() -> Path:
@@ -205,17 +215,19 @@ def train_base(
     muon = Muon(matrices, weight_decay=cfg.weight_decay)
     others = [p for p in parameters if not any(p is matrix for matrix in matrices)]
     adam = torch.optim.AdamW(others, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=True)
-    with threads_for(model), _gradients_in_threads(parameters) as gradients_of:
+    with threads_for(model), _threads() as pool:
         for step in range(cfg.num_steps):
             lr = adam.param_groups[0]["lr"] = _learning_rate(step, cfg)
             batches = plan[step * _BATCHES_PER_STEP : (step + 1) * _BATCHES_PER_STEP]
-            losses = [functools.partial(_loss, model, batch, cfg, tok) for batch in batches]
-            for parameter, *grads in zip(parameters, *gradients_of(losses), strict=True):
-                parameter.grad = torch.stack(grads).mean(0)
+            gradients = pool.map(
+                lambda batch: torch.autograd.grad(_loss(model, batch, cfg, tok), parameters), batches
+            )
+            for parameter, *grads in zip(parameters, *gradients, strict=True):
+                parameter.grad = sum(grads[1:], grads[0]) / _BATCHES_PER_STEP
             assert embedding.grad is not None
             embedding.grad[~seen] = 0.0
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            muon.step(lr)
+            muon.step(lr, pool.map)
             adam.step()
             if on_step:
                 on_step(step + 1, cfg.num_steps)
@@ -224,10 +236,8 @@ def train_base(
 
 
 @contextmanager
-def _gradients_in_threads(
-    parameters: Sequence[Tensor],
-) -> Iterator[Callable[[Sequence[Callable[[], Tensor]]], list[Gradients]]]:
-    """A function that computes losses and their gradients, each in a thread of its own.
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads for the batches of a step.
 
     Operations run without the interpreter's lock but need it in between. A thread that waits asks for it
     after 5 ms by default, a third of a batch; after 0.1 ms, two threads take 0.6 of the time of one.
@@ -237,7 +247,7 @@ def _gradients_in_threads(
     with ThreadPoolExecutor(_BATCHES_PER_STEP, "base", torch.set_num_threads, (num_threads,)) as pool:
         sys.setswitchinterval(1e-4)
         try:
-            yield lambda losses: list(pool.map(lambda loss: torch.autograd.grad(loss(), parameters), losses))
+            yield pool
         finally:
             sys.setswitchinterval(interval)
 
@@ -267,10 +277,10 @@ def _loss(model: TinyAgent, examples: Sequence[Example], cfg: BaseConfig, tok: T
     is_real = ids[:, 1:] != tok.pad_id
     position_ids = torch.arange(ids.shape[1]).expand_as(ids)
     hidden = model.hidden_states(ids, position_ids, torch.full_like(ids, ids.shape[1]))
-    logits = head_logits(model.head(), hidden[:, :-1][is_real])
-    logp = selected_log_probs(logits, ids[:, 1:][is_real])
+    logp_of = head_logits(model.head(), hidden[:, :-1][is_real]).log_softmax(-1)
+    logp = logp_of.gather(1, ids[:, 1:][is_real][:, None])[:, 0]
     opens = (is_action & (is_action.cumsum(1) == 1))[is_real]
     (submit,) = tok.encode(SUBMIT)
     acted = is_action[is_real]
-    right = torch.where(opens, logp.lerp(logits.log_softmax(-1)[:, submit], cfg.submit_unseen), logp)
+    right = torch.where(opens, logp.lerp(logp_of[:, submit], cfg.submit_unseen), logp)
     return -right[acted].mean() - cfg.observation_weight * logp[~acted].mean()

@@ -1,8 +1,9 @@
 """Muon, an optimizer for the matrices of a small model on a CPU."""
 
-# B matrices of one shape, n the smaller and m the larger of its sides
+# B matrices of one shape [n, m], k the smaller of its sides
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ _ITERATIONS = 5
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """matrices [B, n, m], n <= m, with their singular values brought to between 0.5 and 1.5.
+    """matrices [B, n, m] with their singular values brought to between 0.5 and 1.5.
 
     Directions stay: U S V' becomes about U V', by Newton-Schulz iterations in the dtype of `matrices`. Values
     below a hundredth of the norm end lower, and zeros stay zeros.
@@ -24,9 +25,11 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    is_tall = x.shape[1] > x.shape[2]
     for _ in range(_ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = x.mT @ x if is_tall else x @ x.mT  # [B, k, k]
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, polynomial, beta=a) if is_tall else torch.baddbmm(x, polynomial, x, beta=a)
     return x
 
 
@@ -47,25 +50,26 @@ class Muon:
         for matrix in matrices:
             if matrix.ndim != 2:
                 raise ValueError(f"Muon updates matrices; got a parameter of shape {tuple(matrix.shape)}")
-            n, m = sorted(matrix.shape)
+            n, m = matrix.shape
             self.groups.setdefault((n, m), []).append(matrix)
-        self.moments = {key: torch.stack([_wide(p) for p in g]).zero_() for key, g in self.groups.items()}
+        self.moments = {shape: torch.stack(group).zero_() for shape, group in self.groups.items()}
+
+    def step(self, lr: float, each: Callable[..., Iterable[None]] = map) -> None:
+        """One update from the matrices' `.grad`; `each` applies a function to the groups, as `map` does.
+
+        Groups do not touch each other: a thread pool's `map` may take them at once, with the same result.
+        """
+        for _ in each(functools.partial(self._update, lr), self.groups):
+            pass
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One update from the matrices' `.grad`."""
-        for (n, m), group in self.groups.items():
-            gradients = torch.stack([_wide(_gradient(matrix)) for matrix in group])
-            moment = self.moments[n, m].lerp_(gradients, 1 - self.momentum)
-            update = orthogonalized(gradients.lerp_(moment, self.momentum))
-            for matrix, direction in zip(group, update, strict=True):
-                matrix.mul_(1 - lr * self.weight_decay)
-                _wide(matrix).sub_(direction, alpha=lr * 0.2 * m**0.5)
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    """The matrix [n, m], n <= m, or a view of its transpose."""
-    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    def _update(self, lr: float, shape: tuple[int, int]) -> None:
+        group = self.groups[shape]
+        gradients = torch.stack([_gradient(matrix) for matrix in group])
+        moment = self.moments[shape].lerp_(gradients, 1 - self.momentum)
+        update = orthogonalized(gradients.lerp_(moment, self.momentum)).mul_(lr * 0.2 * max(shape) ** 0.5)
+        for matrix, change in zip(group, update, strict=True):
+            matrix.mul_(1 - lr * self.weight_decay).sub_(change)
 
 
 def _gradient(matrix: Tensor) -> Tensor:
