@@ -107,7 +107,11 @@ def iter_trajectories(
 def load_trajectories(
     path: str | Path, *, vocab_size: int | None = None, skipped: list[BadRecord] | None = None
 ) -> list[Trajectory]:
-    """All trajectories of a file that `save_trajectories` wrote; see `iter_trajectories` for the errors."""
+    """All trajectories of a file that `save_trajectories` wrote, in its order.
+
+    Raises ValueError (one line: file, record, field) at the first bad record; with a list as `skipped`, bad
+    records are added to it and the rest is read. With `vocab_size`, an id that is not below it is bad.
+    """
     return list(iter_trajectories(path, vocab_size=vocab_size, skipped=skipped))
 
 

@@ -31,8 +31,11 @@ def as_policy(model: Policy | nn.Module) -> Policy:
 def sequence_log_probs(model: Policy | nn.Module, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probs (nats) [B, T-1] of ids[:, 1:] under the model, for ids [B, T] padded on the right.
 
-    The reference path: every position is computed, padding included, with full logits.
+    The reference path: every position is computed, padding included, with full logits. Raises ValueError
+    for ids of another shape, or beyond the positions of a TinyAgent.
     """
+    if ids.ndim != 2:
+        raise ValueError(f"ids must be [B, T], got {tuple(ids.shape)}; one trajectory is ids[None]")
     policy = as_policy(model)
     batch, width = ids.shape
     position_ids = torch.arange(width, device=ids.device).expand(batch, width)

@@ -298,6 +298,10 @@ def train_rl(
     groups whose rewards differ (GRPO, arXiv 2402.03300). The same seed gives the same records, seconds aside,
     and the same weights, bit for bit. `curriculum` decides which tasks a step may draw from (default: all of
     `tasks`); `on_step` sees each record as it comes.
+
+    Raises ValueError without tasks, for max_tokens that the model has no positions for, for weights that
+    diverged (an update with a loss or gradient that is not finite is not taken), and RuntimeError where
+    environments break one after the other.
     """
     trainer = bugfix_trainer(model, tasks, tok, cfg, curriculum)
     history: list[dict[str, Any]] = []
