@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentrl.ops.fused_loss import fused_policy_loss
 from agentrl.ops.log_probs import action_log_probs, selected_log_probs
-from agentrl.ops.tiles import Precision, logit_product
+from agentrl.ops.tiles import Precision, wide_product
 
 
 def truth(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
@@ -216,7 +216,7 @@ def test_a_bf16_logit_is_that_of_float32(native: bool, monkeypatch: pytest.Monke
     precision = Precision(torch.bfloat16, out.device, "float32")
     operands = precision.logit_operands
     assert operands == (torch.bfloat16 if native else torch.float32)
-    logit_product(lhs.to(operands), rhs.to(operands).T, precision, out)
+    wide_product(lhs.to(operands), rhs.to(operands).T, out)
     exact = lhs.double() @ rhs.double().T
     error, plain = ((found.double() - exact).abs().max() for found in (out, lhs.float() @ rhs.float().T))
     assert error <= 2 * plain

@@ -11,7 +11,7 @@ from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Scores, Statistics, clamp_log_, id_columns
 from agentrl.ops.stash import Stash
-from agentrl.ops.tiles import WIDENED_ROWS, Buffers, Factor, Grid, Tile, logit_product
+from agentrl.ops.tiles import WIDENED_ROWS, Buffers, Factor, Grid, Tile, wide_product
 
 
 class TiledHead:
@@ -61,7 +61,7 @@ class TiledHead:
             rounded = self.buffers.take("narrow", (len(hidden), len(weight)), operands)
             logits.copy_(torch.mm(hidden, weight.T, out=rounded))
         else:
-            logit_product(hidden, weight.T, self.precision, out=logits)
+            wide_product(hidden, weight.T, out=logits)
         return self.logit_map.squash_(logits, tile)
 
     def _target_rows(self, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:

@@ -66,13 +66,17 @@ class Precision:
         return self.inputs in (torch.bfloat16, torch.float16)
 
     @property
+    def native(self) -> bool:
+        """Whether a product of bfloat16 factors is a float32 one on this CPU: neither widened nor rounded."""
+        return self.inputs == torch.bfloat16 and self.device.type == "cpu" and multiplies_bfloat16()
+
+    @property
     def logit_operands(self) -> torch.dtype:
         """The dtype of the factors of a logit. Where a 16-bit product cannot be written as float32, they are
         widened first, which is exact."""
         if not self.narrow or self.logits == "input" or self.device.type == "cuda":
             return self.inputs
-        native = self.inputs == torch.bfloat16 and self.device.type == "cpu" and multiplies_bfloat16()
-        return self.inputs if native else self.wide
+        return self.inputs if self.native else self.wide
 
     @property
     def gradient_operands(self) -> torch.dtype:
@@ -81,13 +85,17 @@ class Precision:
         return self.wide if widen else self.inputs
 
 
-def logit_product(lhs: Tensor, rhs: Tensor, precision: Precision, out: Tensor) -> None:
-    """Write lhs @ rhs, of factors in `precision.logit_operands`, to `out` in the wide dtype, unrounded."""
+def wide_product(lhs: Tensor, rhs: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+    """Write lhs @ rhs to `out` in the wide dtype, unrounded, or add it there.
+
+    16-bit factors multiply so on CUDA, where they do not add, and on CPU where they are `native`.
+    """
     if lhs.dtype == out.dtype:
-        torch.mm(lhs, rhs, out=out)
-    elif precision.device.type == "cpu":
-        mm_float32_(out, lhs, rhs)
+        out.addmm_(lhs, rhs) if accumulate else torch.mm(lhs, rhs, out=out)
+    elif out.device.type == "cpu":
+        mm_float32_(out, lhs, rhs, accumulate=accumulate)
     else:
+        assert not accumulate
         torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
 
 
