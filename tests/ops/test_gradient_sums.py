@@ -171,15 +171,22 @@ def test_16_bit_tiles_have_shapes_that_use_every_thread() -> None:
         assert all(tile.v1 - tile.v0 > 512 for tile in tiles)
 
 
-def test_tiles_wait_for_a_common_product_where_the_weight_is_wide() -> None:
+@pytest.mark.parametrize("native", BOTH_WAYS)
+def test_tiles_wait_for_a_common_product_where_the_weight_is_wide(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four token tiles of one column: two products [v, D] of two each, not four, and none is lost."""
+    choose(monkeypatch, native)
+    product = "agentrl::mm_float32_" if native else "aten::mm"
     case = log_probs.Case.draw(64, 96, 32, torch.bfloat16, "cpu")
     seen: list[int] = []
 
     class Depths(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.name == "aten::mm" and args[1].shape[1] == 32 and args[0].stride(0) == 1:
-                seen.append(args[0].shape[1])
+            if func._schema.name == product:
+                lhs, rhs = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+                if rhs.shape[1] == 32 and lhs.stride(0) == 1:
+                    seen.append(lhs.shape[1])
             return func(*args, **(kwargs or {}))
 
     score = action_log_probs(case.hidden, case.weight, case.targets, tile_bytes=16 * 32 * 4)

@@ -71,19 +71,59 @@ def test_errors_are_within_twice_those_of_full_logits(
         assert relative(gradients[1], weight_exact) <= 2 * relative(plain_weight, weight_exact) + 1e-5
 
 
-@pytest.mark.parametrize("tile_bytes", [1 << 12, 1 << 16, 1 << 20, None])
-def test_a_bf16_weight_gradient_over_many_same_signed_tokens(tile_bytes: int | None) -> None:
-    """16,384 tokens that all push one way: a bf16 sum would stall, a float32 one stays within 4e-3."""
+def draw_same_signed(v: int, d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """16,384 tokens that all push one way: a bf16 sum of their gradients would stall."""
     generator = torch.Generator().manual_seed(0)
-    n, v, d = 16_384, 12, 8
-    hidden = (torch.rand(n, d, generator=generator) + 0.5).bfloat16()
+    hidden = (torch.rand(16_384, d, generator=generator) + 0.5).bfloat16()
     weight = (torch.randn(v, d, generator=generator) * 0.1).bfloat16().requires_grad_()
-    targets = torch.zeros(n, dtype=torch.int64)
-    upstream = torch.rand(n, generator=generator) + 0.5
+    upstream = torch.rand(16_384, generator=generator) + 0.5
+    return hidden, weight, torch.zeros(16_384, dtype=torch.int64), upstream
+
+
+@pytest.mark.parametrize("native", BOTH_WAYS)
+@pytest.mark.parametrize("tile_bytes", [1 << 12, 1 << 16, 1 << 20, None])
+def test_a_bf16_weight_gradient_over_many_same_signed_tokens(
+    tile_bytes: int | None, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, native)
+    hidden, weight, targets, upstream = draw_same_signed(12, 8)
     _, _, exact = truth(hidden, weight, targets, upstream)
     log_probs = action_log_probs(hidden, weight, targets, tile_bytes=tile_bytes)
     (found,) = torch.autograd.grad(log_probs, weight, upstream)
     assert float(((found.double() - exact).abs() / exact.abs()).max()) <= 4e-3
+
+
+def error_before_the_cast(v: int, d: int, tile_bytes: int | None, *, with_hidden: bool, fused: bool) -> float:
+    """The largest relative error of the same weight gradient, less that of rounding the exact one."""
+    hidden, weight, targets, upstream = draw_same_signed(v, d)
+    hidden.requires_grad_(with_hidden)
+    _, _, exact = truth(hidden, weight, targets, upstream)
+    if fused:
+        loss = fused_policy_loss(
+            hidden, weight, targets, lambda p, _, i: upstream[i] * p, tile_bytes=tile_bytes
+        ).loss
+    else:
+        loss = action_log_probs(hidden, weight, targets, tile_bytes=tile_bytes) @ upstream
+    (found,) = torch.autograd.grad(loss, weight)
+    error, rounding = ((part.double() - exact).abs() for part in (found, exact.bfloat16()))
+    return float(((error - rounding) / exact.abs()).max())
+
+
+@needs_gemm
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("with_hidden", [False, True])
+@pytest.mark.parametrize("tile_bytes", [1 << 12, 1 << 16, 1 << 20, None])
+@pytest.mark.parametrize(("v", "d"), [(12, 8), (40, 64)])
+def test_a_native_weight_gradient_is_rounded_once(
+    v: int, d: int, tile_bytes: int | None, with_hidden: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, native=True)
+    assert error_before_the_cast(v, d, tile_bytes, with_hidden=with_hidden, fused=fused) <= 1e-4
+
+
+def test_a_tile_rounded_before_it_is_added_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, native=False)
+    assert error_before_the_cast(40, 64, None, with_hidden=True, fused=False) > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentrl.ops.tiles import WIDENED_ROWS, Buffers, Factor, Grid, Precision, Tile
+from agentrl.ops.tiles import WIDENED_ROWS, Buffers, Factor, Grid, Precision, Tile, wide_product
 
 # Of sums added to at a time where dtypes differ: PyTorch widens the addend in memory of its own.
 _WIDENED_BYTES = 1 << 19
@@ -55,22 +55,22 @@ class RowSum:
     def add(self, start: int, stop: int, lhs: Tensor, rhs: Tensor, *, first: bool, last: bool) -> None:
         """Add lhs @ rhs to rows [start, stop); the first product overwrites what is there, the last finishes.
 
-        On CPU a 16-bit product is rounded once, from its float32 sums; a single one is the gradient itself.
+        On CPU a single 16-bit product, rounded once, is the gradient itself. Unless the CPU's are `native`,
+        each of several is rounded before it is added.
         """
         on_cuda = self.precision.device.type == "cuda"
         if first and last and lhs.dtype == self.gradient.dtype and self.unscale is None and not on_cuda:
             torch.mm(lhs, rhs, out=self.gradient[start:stop])
             return
         sums = self.rows(start, stop)
-        if lhs.dtype == sums.dtype:
-            torch.mm(lhs, rhs, out=sums) if first else sums.addmm_(lhs, rhs)
-        elif on_cuda and first:
-            torch.mm(lhs, rhs, out_dtype=sums.dtype, out=sums)
+        if lhs.dtype == sums.dtype or self.precision.native or (on_cuda and first):
+            wide_product(lhs, rhs, out=sums, accumulate=not first)
         else:
             # 16-bit factors are a copy of the tile, whose own memory is free by now
             part = self.buffers.take("tile", sums.shape, sums.dtype if on_cuda else lhs.dtype)
             if on_cuda:
-                sums.add_(torch.mm(lhs, rhs, out_dtype=sums.dtype, out=part))
+                wide_product(lhs, rhs, out=part)
+                sums.add_(part)
             else:
                 torch.mm(lhs, rhs, out=part)
                 block = _rows_of(_WIDENED_BYTES, sums)
