@@ -1,4 +1,4 @@
-"""Both ways to a float32 logit of bfloat16 factors, wherever the tests run."""
+"""Both ways to a float32 product of bfloat16 factors, wherever the tests run."""
 
 import pytest
 
@@ -10,5 +10,5 @@ BOTH_WAYS = [pytest.param(True, marks=needs_gemm, id="native"), pytest.param(Fal
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
-    """Let logits be products of bfloat16 factors, or of widened ones."""
+    """Let a product of bfloat16 factors be float32, or have them widened or it rounded."""
     monkeypatch.setattr("agentrl.ops.tiles.multiplies_bfloat16", lambda: native)

@@ -108,7 +108,7 @@ class _WithoutProducts(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("native", BOTH_WAYS)
 @pytest.mark.parametrize("name", ["tiled", "tiled, input", "fused"])
-@pytest.mark.parametrize(("n", "v", "d"), [(2048, 6000, 1024), (4096, 4000, 1024)])
+@pytest.mark.parametrize(("n", "v", "d"), [(2048, 6000, 1024), (4096, 4000, 1024), (16_384, 1000, 512)])
 def test_memory_in_16_bits_is_flat(
     name: str, n: int, v: int, d: int, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

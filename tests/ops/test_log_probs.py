@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ops.conftest import BOTH_WAYS, choose
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
@@ -380,12 +381,17 @@ def test_a_log_sum_exp_of_the_wrong_tile_is_caught(monkeypatch: pytest.MonkeyPat
         agree(wrong, plain)
 
 
-def test_nan_of_a_frozen_bf16_head_stays_in_its_row() -> None:
+@pytest.mark.parametrize("native", BOTH_WAYS)
+@pytest.mark.parametrize("tile_bytes", [None, 9 * 13 * 4])
+def test_nan_of_a_frozen_bf16_head_stays_in_its_row(
+    tile_bytes: int | None, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bfloat16 product of an odd number of terms may multiply the row below by 0, NaN too."""
+    choose(monkeypatch, native)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, 16, generator=generator).bfloat16() for rows in (75, 111))
     hidden[36] = torch.nan
     hidden.requires_grad_()
-    log_probs = action_log_probs(hidden, weight, torch.arange(75))
+    log_probs = action_log_probs(hidden, weight, torch.arange(75), tile_bytes=tile_bytes)
     (gradient,) = torch.autograd.grad(log_probs, hidden, torch.ones(75))
     assert gradient.isnan().any(1).nonzero().flatten().tolist() == [36]
