@@ -116,8 +116,9 @@ def test_where_nothing_can_be_kept_it_is_trained_all_the_same(tok: Tokenizer, tm
         assert torch.equal(a, b)
 
 
-def test_a_run_knows_how_many_positions_the_base_has() -> None:
+def test_a_run_knows_how_many_positions_the_base_has(tok: Tokenizer) -> None:
     assert BaseConfig().max_tokens == TINY_POSITIONS
+    assert base._new_model(tok, BaseConfig()).config.max_positions == TINY_POSITIONS
 
 
 def test_the_key_knows_configuration_and_vocabulary(tok: Tokenizer) -> None:

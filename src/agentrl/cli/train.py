@@ -23,6 +23,8 @@ from agentrl.train.config import RunConfig, load_config
 MANY_TRUNCATED = 0.5  # share of episodes without tokens left from which the closing table advises more
 
 if TYPE_CHECKING:
+    import torch
+
     from agentrl.train.directory import RunDirectory
     from agentrl.train.distributed import Ranks
 
@@ -223,21 +225,21 @@ def main(args: list[str]) -> int:
 
     from agentrl.train.distributed import ONE_RANK, RankLost, contact, own_device, process_group
 
-    own_device(config.device)  # before anything expensive
+    device = own_device(config.device)  # before anything expensive
     is_plain = config.compute_dtype == "float32" and not config.checkpoint_activations
     if is_plain and not is_torchelastic_launched():
-        return _train(options, _prepare(options, path), ONE_RANK)
-    with process_group(own_device(config.device)) as ranks:
+        return _train(options, _prepare(options, path), ONE_RANK, device)
+    with process_group(device) as ranks:
         run = ranks.first(lambda: _prepare(options, path))
         try:
             with contact(ranks.rank):
-                return _train(options, run, ranks)
+                return _train(options, run, ranks, device)
         except RankLost as error:
             print(f"agentrl: {error}\n  agentrl train --resume {run.path}", file=sys.stderr, flush=True)
             return 1
 
 
-def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
+def _train(options: Options, run: "RunDirectory", ranks: "Ranks", device: "torch.device") -> int:
     """Train on this rank."""
     config = options.run
 
@@ -248,7 +250,7 @@ def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
     from agentrl.models.policy import Policy
     from agentrl.rollout.episode import TextTokenizer
     from agentrl.train.curriculum import make_curriculum
-    from agentrl.train.distributed import own_device, shard_policy
+    from agentrl.train.distributed import shard_policy
     from agentrl.train.evaluate import evaluate
     from agentrl.train.loop import bugfix_trainer
     from agentrl.train.run import Hooks, train_run
@@ -271,7 +273,7 @@ def _train(options: Options, run: "RunDirectory", ranks: "Ranks") -> int:
     reference = copy.deepcopy(model) if config.rl.kl_coef > 0 else None
     for policy in (model, reference):
         if policy is not None:
-            policy.module.to(own_device(config.device))
+            policy.module.to(device)
         if policy is not None and dist.is_initialized():
             shard_policy(
                 policy,

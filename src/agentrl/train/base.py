@@ -31,6 +31,7 @@ from agentrl.gym.tasks import make_tasks
 from agentrl.gym.tokenizer import Tokenizer
 from agentrl.models.policy import head_logits, threads_for
 from agentrl.models.tiny import TinyAgent, TinyConfig
+from agentrl.train.config import TINY_POSITIONS
 from agentrl.train.muon import Muon
 
 # Modules whose source decides what the supervised start becomes; their text is part of the cache's key.
@@ -62,7 +63,7 @@ class BaseConfig:
     weight_decay: float = 0.01
     submit_unseen: float = 0.4  # probability of submitting first, taught beside every first action
     observation_weight: float = 0.3  # of a token that the environment says, beside 1 for an action token
-    max_tokens: int = 256
+    max_tokens: int = TINY_POSITIONS
     width: int = 64
     num_layers: int = 4
     num_heads: int = 4
