@@ -16,6 +16,7 @@ from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_he
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import LogitPrecision
+from agentrl.ops.uncompiled import uncompiled
 
 # (log-probs [N], entropies [N] or None, positions [N] int64) -> losses [N], weights already applied
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -29,6 +30,7 @@ class FusedLoss(NamedTuple):
     entropy: Tensor | None  # [N], nats; NaN where not `active`; None unless asked for
 
 
+@uncompiled
 def fused_policy_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -28,6 +28,7 @@ from agentrl.ops.logit_map import Scores
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import LogitPrecision
+from agentrl.ops.uncompiled import uncompiled
 
 
 def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
@@ -119,6 +120,7 @@ def action_log_probs(
     recompute: bool = False,
     **keywords: Unpack[HeadKeywords],
 ) -> Any: ...
+@uncompiled
 def action_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -167,7 +169,8 @@ def action_log_probs(
     target logit are combined by all-reduce, so is hidden's gradient, which is complete on every rank.
 
     Under autocast, hidden and weight are cast as nn.Linear would cast them. A weight sharded by FSDP2 is
-    gathered once, and its gradient averaged over the ranks. Raises ValueError for inputs that do not fit,
+    gathered once, and its gradient averaged over the ranks. torch.compile ends its graph before the head,
+    which runs as it is, so not under fullgraph=True. Raises ValueError for inputs that do not fit,
     RuntimeError under torch.func and for a second derivative.
 
     Source of the recomputation: Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models.
