@@ -1,8 +1,13 @@
-"""Both ways to a float32 product of bfloat16 factors, wherever the tests run."""
+"""Every way to a float32 product of 16-bit factors, wherever the tests run."""
+
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from agentrl.ops.bfloat16_product import linked_gemm
+from agentrl.ops.tiles import Precision
 
 needs_gemm = pytest.mark.skipif(linked_gemm() is None, reason="PyTorch is built without MKL")
 # Without AMX, MKL is slower, not wrong.
@@ -12,3 +17,17 @@ BOTH_WAYS = [pytest.param(True, marks=needs_gemm, id="native"), pytest.param(Fal
 def choose(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     """Let a product of bfloat16 factors be float32, or have them widened or it rounded."""
     monkeypatch.setattr("agentrl.ops.tiles.multiplies_bfloat16", lambda: native)
+
+
+def imitate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the head decide as for tensors on CUDA, where a product of 16-bit factors is written as float32."""
+
+    def product(out: Tensor, lhs: Tensor, rhs: Tensor, *, accumulate: bool = False) -> Tensor:
+        assert not accumulate, "a product of 16-bit factors in float32 is not added on CUDA"
+        return torch.mm(lhs.to(out.dtype), rhs.to(out.dtype), out=out)
+
+    def precision(inputs: torch.dtype, device: torch.device, logits: Any) -> Precision:
+        return Precision(inputs, torch.device("cuda"), logits)
+
+    monkeypatch.setattr("agentrl.ops.tiles.mm_float32_", product)
+    monkeypatch.setattr("agentrl.ops.head_inputs.Precision", precision)
