@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.conftest import BOTH_WAYS, choose
+from tests.ops.conftest import BOTH_WAYS, choose, needs_gemm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,31 +144,46 @@ RECOMPUTED = log_probs.Head.plain(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("native", BOTH_WAYS)
 @pytest.mark.parametrize(
     ("name", "dtype", "n", "v", "d"),
     [
+        ("fused", torch.bfloat16, 4096, 6000, 1024),  # sums, tile and copied rows of 4 MB each
         ("tiled", torch.bfloat16, 2560, 4000, 2048),  # rows of tiles that wait
         ("recomputed", torch.float32, 3072, 4000, 2048),  # rows of one tile, as large as it
         ("tiled", torch.float32, 4096, 4000, 1024),  # tiles of two sizes, on either side of token 1,024
     ],
 )
 def test_memory_where_some_tokens_are_idle(
-    name: str, dtype: torch.dtype, n: int, v: int, d: int, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, n: int, v: int, d: int, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others' rows of hidden are copied, and their number cuts tiles where none would be cut."""
+    choose(monkeypatch, native)
     monkeypatch.setitem(log_probs.HEADS, "recomputed", RECOMPUTED)
     assert bytes_over_gradients(name, log_probs.Case.draw(n, v, d, dtype, "cpu", 0.9)) <= 15_500_000
 
 
-def test_16_bit_tiles_have_shapes_that_use_every_thread() -> None:
+def test_16_bit_tiles_have_shapes_that_use_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than columns in a bfloat16 product may leave one thread to do it all."""
+    choose(monkeypatch, native=False)
     settings = Precision(torch.bfloat16, torch.device("cpu"), "float32")
     for num_tokens in (512, 1024, 4096, 16_384):
-        tile_bytes = default_tile_bytes(torch.bfloat16, settings.device, 1, 1024, stashed=True)
+        tile_bytes = default_tile_bytes(settings, 1, 1024, stashed=True)
         grid = Grid.fit(num_tokens, 32_000, 1024, tile_bytes, settings)
         tiles = list(grid.walk(vocab_outermost=True))
         assert {tile.n1 - tile.n0 for tile in tiles} == {512}
         assert all(tile.v1 - tile.v0 > 512 for tile in tiles)
+
+
+@needs_gemm
+def test_native_tiles_are_square_at_a_wide_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 logits of native products hold no copies, so their tiles keep the size that is fast."""
+    choose(monkeypatch, native=True)
+    for logits, shape in (("float32", (1024, 1024)), ("input", (512, 896))):
+        settings = Precision(torch.bfloat16, torch.device("cpu"), logits)
+        tile_bytes = default_tile_bytes(settings, 1, 1024, stashed=True)
+        grid = Grid.fit(4096, 1 << 20, 1024, tile_bytes, settings)
+        assert (grid.tokens, grid.vocab) == shape
 
 
 @pytest.mark.parametrize("native", BOTH_WAYS)

@@ -99,12 +99,11 @@ def read_head_inputs(
     _check_shapes(hidden, weight, targets, bias)
     if logits not in ("float32", "input"):
         raise ValueError(f"logits must be 'float32' or 'input', got {logits!r}")
+    precision = Precision(hidden.dtype, hidden.device, logits)
     if tile_bytes is None:
         learned = isinstance(temperature, Tensor) and temperature.requires_grad
         tiles_held += (softcap is not None) + learned
-        tile_bytes = default_tile_bytes(
-            hidden.dtype, hidden.device, tiles_held, hidden.shape[1], stashed=stashed
-        )
+        tile_bytes = default_tile_bytes(precision, tiles_held, hidden.shape[1], stashed=stashed)
     if not is_whole(tile_bytes) or tile_bytes < 1:
         raise ValueError(f"tile_bytes must be a positive whole number, got {tile_bytes!r}")
     for name, value in (("softcap", softcap), ("scale", scale)):
@@ -123,7 +122,7 @@ def read_head_inputs(
         temperature=float(temperature),
         softcap=softcap,
         scale=1.0 if scale is None else scale,
-        precision=Precision(hidden.dtype, hidden.device, logits),
+        precision=precision,
         tile_bytes=tile_bytes,
         vocab_start=vocab_start,
         group=group,

@@ -25,23 +25,6 @@ _COPIED_BYTES = 6 << 20
 WIDENED_ROWS = 128
 
 
-def default_tile_bytes(
-    inputs: torch.dtype, device: torch.device, tiles_held: int, width: int, *, stashed: bool
-) -> int:
-    """Bytes of one tile, such that all that is held at a time stays below 16 MB on CPU.
-
-    Soft-cap, entropy and a temperature's gradient each hold a second tile, as do the float32 sums beside a
-    stash; 16-bit inputs hold wide copies of their factors and sums, which outweigh the tile where they are
-    wide, and 16-bit copies of the gradient.
-    """
-    if device.type == "cuda":
-        return CUDA_TILE_BYTES // (tiles_held + stashed)
-    if inputs.itemsize >= 4:
-        return CPU_TILE_BYTES // (tiles_held + stashed)
-    eighths = 4 if width <= 256 else 3 if width <= 512 else 2
-    return CPU_TILE_BYTES * eighths // 8 // tiles_held
-
-
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Which dtype each step of the head runs in, given the inputs' dtype, their device and `logits=`."""
@@ -83,6 +66,22 @@ class Precision:
         """The dtype of a gradient's factors. On CPU, a float16 product could overflow its float16 result."""
         widen = self.inputs == torch.float16 and self.device.type != "cuda"
         return self.wide if widen else self.inputs
+
+
+def default_tile_bytes(precision: Precision, tiles_held: int, width: int, *, stashed: bool) -> int:
+    """Bytes of one tile, such that all that is held at a time stays below 16 MB on CPU.
+
+    Soft-cap, entropy and a temperature's gradient each hold a second tile, as do the float32 sums beside a
+    stash; 16-bit inputs hold sums and 16-bit copies of the gradient beside it, and wide copies of their
+    factors or, rounded, of logits, but for float32 logits of `native` products.
+    """
+    if precision.device.type == "cuda":
+        return CUDA_TILE_BYTES // (tiles_held + stashed)
+    if not precision.narrow:
+        return CPU_TILE_BYTES // (tiles_held + stashed)
+    copies = not precision.native or precision.logits == "input"
+    eighths = 4 if not copies or width <= 256 else 3 if width <= 512 else 2
+    return CPU_TILE_BYTES * eighths // 8 // tiles_held
 
 
 def wide_product(lhs: Tensor, rhs: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
