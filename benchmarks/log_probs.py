@@ -1,6 +1,6 @@
 """The log-prob head against full logits: seconds, exact peak memory, error and matrix products, as markdown.
 
-    python benchmarks/log_probs.py                    # about 12 minutes on two quiet cores
+    python benchmarks/log_probs.py                    # about 30 minutes on two quiet cores
     python benchmarks/log_probs.py --report           # the tables, from what is there
     python benchmarks/log_probs.py --dtypes float32   # where the processor has no instructions for bfloat16
     python benchmarks/log_probs.py --quick            # small sizes, under a minute
@@ -11,9 +11,8 @@ stop it, start it again, or only print what is there.
 
 Contenders of a size run in turn in one process. Their first turn is traced: it counts matrix products and
 records the peak, by PyTorch's own allocator events on CPU (every allocation, also inside operators), by its
-counters on CUDA, over what was held before. Timed turns follow while `--seconds` of the size last, five at
-most, and the tables give medians; where the traced turn takes all that time, its seconds stand, and `turns`
-is 0. The error is the largest of 64 tokens' log-probs against float64.
+counters on CUDA, over what was held before. Three timed turns follow, and up to five while `--seconds` of
+the size last; the tables give medians. The error is the largest of 64 tokens' log-probs against float64.
 """
 
 # N action tokens, V vocabulary, D width
@@ -39,7 +38,7 @@ from agentrl.ops.peak_memory import peak_bytes
 from results import append, commit, read_records
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "agentrl::mm_float32_")
-MOST_TURNS = 5
+FEWEST_TURNS, MOST_TURNS = 3, 5
 
 
 class ProductCount(TorchDispatchMode):
@@ -194,31 +193,27 @@ class Size:
 class Turns:
     """What was measured of one contender."""
 
-    traced_seconds: float
-    seconds: list[float]
+    seconds: list[float]  # of the timed ones
     peak: int  # bytes, over what was held before
     operations: int  # of matrix products; 0 where they are not seen
 
     @staticmethod
-    def traced(head: Head, case: Case, device: str, clock: Callable[[], float]) -> "Turns":
-        found = Turns(0.0, [], 0, 0)
+    def traced(head: Head, case: Case, device: str) -> "Turns":
+        found = Turns([], 0, 0)
 
         def counted() -> Any:
-            start = clock()
             if head.is_compiled:
+                return head.step(case)
+            with ProductCount() as count:
                 result = head.step(case)
-            else:
-                with ProductCount() as count:
-                    result = head.step(case)
-                found.operations = count.operations
-            found.traced_seconds = clock() - start
+            found.operations = count.operations
             return result
 
         found.peak = peak_bytes(counted, device)
         return found
 
     def median(self) -> float:
-        return statistics.median(self.seconds or [self.traced_seconds])
+        return statistics.median(self.seconds)
 
 
 def measure(
@@ -228,13 +223,13 @@ def measure(
     budget: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """The record of a size: figures by contender. `budget` seconds bound the turns after the first."""
+    """The record of a size: figures by contender. `budget` seconds bound the turns after the first three."""
     case, heads = size.draw(device), {name: heads[name] for name in size.names}
     begin = time.perf_counter()
-    turns = {name: Turns.traced(head, case, device, clock) for name, head in heads.items()}
+    turns = {name: Turns.traced(head, case, device) for name, head in heads.items()}
     round_seconds = time.perf_counter() - begin
-    for _ in range(MOST_TURNS):
-        if time.perf_counter() - begin + round_seconds / 2 > budget:
+    for turn in range(MOST_TURNS):
+        if turn >= FEWEST_TURNS and time.perf_counter() - begin + round_seconds / 2 > budget:
             break
         for name, head in heads.items():
             turns[name].seconds.append(seconds(lambda head=head: head.step(case), device, clock))
