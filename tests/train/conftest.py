@@ -1,4 +1,4 @@
-"""A policy, a tokenizer, an environment and a sampler small enough to know by heart."""
+"""A policy, a tokenizer, an environment, a sampler and a run small enough to know by heart."""
 
 import os
 import pickle
@@ -6,7 +6,8 @@ import socket
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 
 from agentrl import Trajectory
 from agentrl.models.policy import Head
+from agentrl.models.tiny import TinyAgent, TinyConfig
+from agentrl.rollout.episode import sample_groups, sample_step
+from agentrl.train.checkpoint import checkpoints_by_step
+from agentrl.train.config import RLConfig, RunConfig
+from agentrl.train.directory import RunDirectory
 from agentrl.train.distributed import Ranks, process_group
+from agentrl.train.loop import Trainer
+from agentrl.train.run import Hooks, load_policy, train_run
 
 
 class Bigram(nn.Module):
@@ -100,6 +108,99 @@ class NoBs:
 
 def without_seconds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records]
+
+
+CONFIG = RunConfig(
+    rl=RLConfig(group_size=4, prompts_per_step=2, max_tokens=12, lr=0.01, kl_coef=0.01),
+    steps=9,
+    checkpoint_every=2,
+)
+
+
+class Rotation:
+    """A curriculum with state: it leaves out another task every step, and counts rewards."""
+
+    def __init__(self, tasks: Sequence[Word]) -> None:
+        self.tasks, self.seen = tasks, {"rewards": 0.0, "left_out": 0}
+
+    def pool(self, step: int) -> Sequence[Word]:
+        return [task for i, task in enumerate(self.tasks) if i != self.seen["left_out"]]
+
+    def observe(self, sampled: Sequence[Any], step: int) -> None:
+        rewards = self.seen["rewards"] + sum(t.reward for t in sampled)
+        self.seen = {"rewards": rewards, "left_out": int(rewards) % len(self.tasks)}
+
+    def metrics(self) -> dict[str, float]:
+        return {"left_out": self.seen["left_out"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+TWO_TURNS = partial(NoBs, num_turns=2)
+TASKS = [Word(name) for name in ("a", "ab", "abc", "d")]
+
+
+def new_trainer(cfg: RLConfig = CONFIG.rl) -> Trainer:
+    """The trainer of an untrained TinyAgent that plays two turns of `NoBs`."""
+    tok = Letters()
+    model = TinyAgent(TinyConfig(vocab_size=10, width=8, num_layers=1, num_heads=2, max_positions=16))
+
+    def sample(policy: Any, pool: Sequence[Any], generator: torch.Generator) -> Any:
+        return sample_step(policy, TWO_TURNS, pool, tok, cfg, generator)
+
+    return Trainer(model, cfg, Rotation(TASKS), sample, pad_id=0)
+
+
+def evaluation(policy: Any) -> dict[str, Any]:
+    cfg = replace(CONFIG.rl, group_size=8)
+    trajs = sample_groups(policy, TWO_TURNS, TASKS, Letters(), cfg, torch.Generator().manual_seed(1))
+    return {"pass_rate": sum(t.reward for t in trajs) / len(trajs)}
+
+
+def carry(path: Path, config: RunConfig = CONFIG, **hooks: Any) -> dict[str, Any] | None:
+    """Start or continue the run at `path`, as the command does."""
+    run = RunDirectory(path)
+    if not run.config_path.exists():
+        run.create(config)
+    return train_run(run, config, new_trainer(config.rl), evaluation, Hooks(**hooks))
+
+
+def result(path: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, Any]]:
+    """Records, weights and summary of the run at `path`, without what a clock gave."""
+    run = RunDirectory(path)
+    summary = {k: v for k, v in run.load_summary().items() if not k.startswith("seconds")}
+    return without_seconds(run.metrics.read()), load_policy(run)[0].state_dict(), summary
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    (records, weights, summary), (records2, weights2, summary2) = result(one), result(other)
+    assert records == records2
+    assert summary == summary2
+    assert all(torch.equal(weights[name], weights2[name]) for name in weights)
+    last = [list(checkpoints_by_step(RunDirectory(p).checkpoints).items())[-1] for p in (one, other)]
+    assert last[0][0] == last[1][0] == CONFIG.steps
+
+
+def snapshot(path: Path) -> dict[str, bytes]:
+    """Every file below `path` with its content."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def newest(path: Path) -> Path:
+    """The newest checkpoint of the run at `path`."""
+    return list(checkpoints_by_step(path / "checkpoints").values())[-1]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run that nothing disturbed; copy it to change it."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    assert carry(path) is not None
+    return path
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A run that is stopped, killed, damaged or continued."""
+"""A run that is stopped, killed or continued."""
 
 import json
 import math
@@ -9,108 +9,31 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.train.conftest import Letters, NoBs, Word, without_seconds
-
-from agentrl.models.tiny import TinyAgent, TinyConfig
-from agentrl.report.run import load_run
-from agentrl.rollout.episode import has_signal, play, sample_groups, sample_step
-from agentrl.train.checkpoint import checkpoints_by_step, load_checkpoint, save_checkpoint
-from agentrl.train.config import RLConfig, RunConfig
-from agentrl.train.directory import RunDirectory
-from agentrl.train.loop import Trainer
-from agentrl.train.recording import position_counts
-from agentrl.train.run import Hooks, load_policy, train_run
-
-CONFIG = RunConfig(
-    rl=RLConfig(group_size=4, prompts_per_step=2, max_tokens=12, lr=0.01, kl_coef=0.01),
-    steps=9,
-    checkpoint_every=2,
+from tests.train.conftest import (
+    CONFIG,
+    TASKS,
+    TWO_TURNS,
+    Letters,
+    assert_same_run,
+    carry,
+    new_trainer,
+    newest,
+    result,
+    snapshot,
 )
 
-
-class Rotation:
-    """A curriculum with state: it leaves out another task every step, and counts rewards."""
-
-    def __init__(self, tasks: Sequence[Word]) -> None:
-        self.tasks, self.seen = tasks, {"rewards": 0.0, "left_out": 0}
-
-    def pool(self, step: int) -> Sequence[Word]:
-        return [task for i, task in enumerate(self.tasks) if i != self.seen["left_out"]]
-
-    def observe(self, sampled: Sequence[Any], step: int) -> None:
-        rewards = self.seen["rewards"] + sum(t.reward for t in sampled)
-        self.seen = {"rewards": rewards, "left_out": int(rewards) % len(self.tasks)}
-
-    def metrics(self) -> dict[str, float]:
-        return {"left_out": self.seen["left_out"]}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.seen
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state
-
-
-TWO_TURNS = partial(NoBs, num_turns=2)
-TASKS = [Word(name) for name in ("a", "ab", "abc", "d")]
-
-
-def new_trainer(cfg: RLConfig = CONFIG.rl) -> Trainer:
-    tok = Letters()
-    model = TinyAgent(TinyConfig(vocab_size=10, width=8, num_layers=1, num_heads=2, max_positions=16))
-
-    def sample(policy: Any, pool: Sequence[Any], generator: torch.Generator) -> Any:
-        return sample_step(policy, TWO_TURNS, pool, tok, cfg, generator)
-
-    return Trainer(model, cfg, Rotation(TASKS), sample, pad_id=0)
-
-
-def evaluation(policy: Any) -> dict[str, Any]:
-    cfg = replace(CONFIG.rl, group_size=8)
-    trajs = sample_groups(policy, TWO_TURNS, TASKS, Letters(), cfg, torch.Generator().manual_seed(1))
-    return {"pass_rate": sum(t.reward for t in trajs) / len(trajs)}
-
-
-def carry(path: Path, config: RunConfig = CONFIG, **hooks: Any) -> dict[str, Any] | None:
-    """Start or continue the run at `path`, as the command does."""
-    run = RunDirectory(path)
-    if not run.config_path.exists():
-        run.create(config)
-    return train_run(run, config, new_trainer(config.rl), evaluation, Hooks(**hooks))
-
-
-def result(path: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, Any]]:
-    run = RunDirectory(path)
-    summary = {k: v for k, v in run.load_summary().items() if not k.startswith("seconds")}
-    return without_seconds(run.metrics.read()), load_policy(run)[0].state_dict(), summary
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    (records, weights, summary), (records2, weights2, summary2) = result(one), result(other)
-    assert records == records2
-    assert summary == summary2
-    assert all(torch.equal(weights[name], weights2[name]) for name in weights)
-    last = [list(checkpoints_by_step(RunDirectory(p).checkpoints).items())[-1] for p in (one, other)]
-    assert last[0][0] == last[1][0] == CONFIG.steps
-
-
-def snapshot(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("whole") / "run"
-    assert carry(path) is not None
-    return path
+from agentrl.report.run import load_run
+from agentrl.rollout.episode import has_signal, play, sample_groups
+from agentrl.train.checkpoint import checkpoints_by_step, load_checkpoint, save_checkpoint
+from agentrl.train.directory import RunDirectory
+from agentrl.train.recording import position_counts
 
 
 def test_a_run_learns_and_leaves_its_files(whole: Path) -> None:
@@ -290,156 +213,6 @@ def test_more_steps_continue_a_finished_run(whole: Path, tmp_path: Path) -> None
     assert summary["steps"] == 11
     assert all(torch.equal(weights[name], others[1][name]) for name in weights)
     assert RunDirectory(tmp_path / "longer").load_config() == longer
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGE = {
-    "a bit of the checkpoint": (lambda d: flip_a_bit(newest(d)), "is damaged: its content"),
-    "a cut checkpoint": (lambda d: os.truncate(newest(d), 100), "is damaged: its content"),
-    "an empty checkpoint": (lambda d: os.truncate(newest(d), 0), "is damaged: its content"),
-    "no checkpoints": (lambda d: shutil.rmtree(d / "checkpoints"), "checkpoints/ nothing"),
-    "no config": (lambda d: (d / "config.toml").unlink(), "holds no config.toml"),
-    "config that is not TOML": (lambda d: (d / "config.toml").write_text("steps = ["), "is not TOML"),
-    "another config": (
-        lambda d: (d / "config.toml").write_text("[rl]\nlr = 1.0\n"),
-        r"other settings of \[rl\]",
-    ),
-    "metrics with a hole": (lambda d: cut_lines(d, 2, 3), "does not hold steps 1 to 9"),
-    "metrics too short": (lambda d: cut_lines(d, 5, 99), "does not hold steps 1 to 9"),
-    "metrics that are not JSON": (lambda d: (d / "metrics.jsonl").write_text("no\n"), "line 1 is not a JSON"),
-    "a summary that is not JSON": (
-        lambda d: (d / "summary.json").write_text("{"),
-        r"summary\.json is damaged",
-    ),
-    "a summary without its seconds": (
-        lambda d: edit_summary(d, lambda s: {"before": s["before"]}),
-        r"summary\.json is damaged: .*`seconds_before`",
-    ),
-    "a summary whose evaluation is none": (
-        lambda d: edit_summary(d, lambda s: {"before": {}, "seconds_before": 1.0}),
-        r"summary\.json is damaged: .*`pass_rate`",
-    ),
-    "a summary that ended without figures": (
-        lambda d: edit_summary(d, lambda s: {n: s[n] for n in ("before", "seconds_before", "after")}),
-        r"summary\.json is damaged: .*`steps`",
-    ),
-    "a summary of brackets": (
-        lambda d: (d / "summary.json").write_text("[" * 100_000),
-        "is damaged: maximum",
-    ),
-    "metrics of brackets": (
-        lambda d: (d / "metrics.jsonl").write_text("[" * 100_000 + "\n"),
-        "line 1 is not a JSON record: maximum",
-    ),
-    "config of brackets": (lambda d: (d / "config.toml").write_text("a=" + "[" * 5000), "is not TOML: max"),
-    "metrics of another program": (
-        lambda d: (d / "metrics.jsonl").write_text("".join(f'{{"step": {i + 1}}}\n' for i in range(9))),
-        r"metrics\.jsonl is damaged: line 1: .*`episodes`",
-    ),
-    "metrics with figures that are none": (
-        lambda d: (d / "metrics.jsonl").write_text(
-            (d / "metrics.jsonl").read_text().replace('"tokens": ', '"tokens": null, "was": ')
-        ),
-        r"metrics\.jsonl is damaged: line 1: .*tokens",
-    ),
-    "metrics with a NaN": (
-        lambda d: (d / "metrics.jsonl").write_text(
-            (d / "metrics.jsonl").read_text().replace('"tokens": ', '"x": NaN, "tokens": ')
-        ),
-        "line 1 is not a JSON record: NaN",
-    ),
-    "metrics written twice": (
-        lambda d: (d / "metrics.jsonl").write_text((d / "metrics.jsonl").read_text() * 2),
-        "does not hold steps 1 to 9",
-    ),
-    "a file in the place of checkpoints": (
-        lambda d: [shutil.rmtree(d / "checkpoints"), (d / "checkpoints").touch()],
-        "checkpoints is not a directory",
-    ),
-    "a cut model": (lambda d: os.truncate(d / "model.safetensors", 2000), r"model\.safetensors is damaged"),
-    "an empty model": (lambda d: os.truncate(d / "model.safetensors", 0), r"model\.safetensors is damaged"),
-    "no summary": (lambda d: (d / "summary.json").unlink(), r"summary\.json, written before any"),
-    "an empty directory": (lambda d: [shutil.rmtree(d), d.mkdir()], "not the directory of a run"),
-    "a foreign directory": (
-        lambda d: [shutil.rmtree(d), d.mkdir(), (d / "notes.txt").write_text("mine")],
-        "not the directory of a run",
-    ),
-    "no directory": (lambda d: shutil.rmtree(d), "not the directory of a run"),
-}
-
-
-def edit_summary(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    summary = path / "summary.json"
-    summary.write_text(json.dumps(change(json.loads(summary.read_text()))))
-
-
-def newest(path: Path) -> Path:
-    return list(checkpoints_by_step(path / "checkpoints").values())[-1]
-
-
-def cut_lines(path: Path, start: int, end: int) -> None:
-    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (path / "metrics.jsonl").write_text("".join(lines[:start] + lines[end:]))
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_named_and_nothing_is_touched(whole: Path, tmp_path: Path, case: str) -> None:
-    path = tmp_path / "run"
-    shutil.copytree(whole, path)
-    spoil, message = DAMAGE[case]
-    spoil(path)
-    before = snapshot(path)
-    run = RunDirectory(path)
-    with pytest.raises(ValueError, match=message):
-        train_run(run, run.load_config(), new_trainer(), evaluation, Hooks())
-    assert snapshot(path) == before
-
-
-def test_a_model_that_is_missing_is_written_again(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run/model.safetensors").unlink()
-    carry(tmp_path / "run")
-    assert snapshot(tmp_path / "run")["model.safetensors"] == snapshot(whole)["model.safetensors"]
-    assert_same_run(whole, tmp_path / "run")
-
-
-def test_two_do_not_train_in_one_directory(whole: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    refused: list[str] = []
-
-    def meddle(record: dict[str, Any]) -> None:
-        before = snapshot(path)
-        with pytest.raises(ValueError, match="is in use: another process trains in it") as caught:
-            carry(path)
-        refused.append(str(caught.value))
-        assert snapshot(path) == before
-
-    carry(path, on_step=meddle)
-    assert len(refused) == CONFIG.steps
-    assert_same_run(whole, path)
-
-
-def test_moving_a_damaged_checkpoint_away_goes_on_from_the_one_before(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    newest(tmp_path / "run").unlink()
-    assert carry(tmp_path / "run") is not None
-    assert_same_run(whole, tmp_path / "run")
-
-
-def test_a_new_run_does_not_write_where_something_is(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="already holds a run; continue it with --resume"):
-        RunDirectory(whole).create(CONFIG)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not an empty directory"):
-        RunDirectory(tmp_path).create(CONFIG)
-    with pytest.raises(ValueError, match="not an empty directory"):
-        RunDirectory(tmp_path / "notes.txt").create(CONFIG)
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_restore_refuses_another_model_or_other_settings() -> None:
