@@ -179,6 +179,12 @@ def test_the_bound_fails_without_revisits(revisit: float, holds: bool) -> None:
     assert (110 - min(last.values()) <= 2 * math.ceil(40 / 0.8)) is holds
 
 
+def test_a_share_too_small_for_any_revisit_gives_none() -> None:
+    rates = spread_rates(20)
+    small, least = (TaskSampler(range(20), revisit=revisit) for revisit in (1e-9, 5e-324))  # W: 5e9 and inf
+    assert play(least, rates, 4, range(40)) == play(small, rates, 4, range(40))
+
+
 def test_a_changed_task_is_noticed() -> None:
     sampler = TaskSampler(range(20))
     rates = {i: 0.5 if i < 8 else 1.0 for i in range(20)}

@@ -401,7 +401,7 @@ class TaskSampler:
         self._credit += slots
         num_slots = int(self._credit + 1e-9)
         self._credit = max(self._credit - num_slots, 0.0)
-        is_due = view.waited >= math.ceil(len(self._table) / slots - 1e-9)
+        is_due = view.waited >= len(self._table) / slots - 1e-9  # whole steps, so W needs no rounding
         return _largest(np.where(is_due, view.waited + rng.random(is_due.size), -np.inf), num_slots)
 
 
