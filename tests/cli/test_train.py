@@ -223,3 +223,25 @@ def test_a_diverged_run_ends_with_one_line(tmp_path: Path, capsys: pytest.Captur
     command = ["train", *SMALL, "--run-dir", str(tmp_path / "run"), "--temperature", "1e-300"]
     assert main(command) == 2
     assert "there is no token to sample" in capsys.readouterr().err
+
+
+REFUSED = [
+    ("--seed -1", "seed must be at least 0 and below 2**63, got -1"),
+    ("--seed 9223372036854775808", "seed must be at least 0 and below 2**63, got 9223372036854775808"),
+    ("--betas 0.9 nan", "betas must be two numbers from 0 to below 1, got (0.9, nan)"),
+    ("--microbatch-tokens 0", "microbatch_tokens must be at least max_tokens (16), the longest trajectory, "),
+    ("--loss-mode constant", "loss mode 'constant' divides by norm_const; give a positive one, got None"),
+    ("--steps -1", "steps must be at least 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED)
+def test_a_value_out_of_range_is_one_line_at_once(
+    flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *SMALL, "--run-dir", str(tmp_path / "run"), *flags.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"agentrl train: {message}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not (tmp_path / "run").exists()

@@ -35,7 +35,8 @@ class Options:
 
     --model trains a Hugging Face causal language model instead of the small embedded one.
     Writes a run directory with config.toml, metrics.jsonl, checkpoints and the final model. Stopped with
-    Ctrl-C, or killed, it continues with --resume to exactly the same result.
+    Ctrl-C, or killed, it continues with --resume to exactly the same result. The options from --seed on are
+    the [rl] of config.toml: they determine what a run learns, and are fixed when it starts.
     """
 
     run: Annotated[tyro.conf.OmitArgPrefixes[RunConfig], tyro.conf.arg(name="")] = field(

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 import tomli_w
@@ -136,7 +136,8 @@ class RLConfig:
 class RunConfig:
     """A run of `agentrl train`: how long, how often it evaluates and saves, where it computes."""
 
-    rl: RLConfig = field(default_factory=RLConfig)
+    # Without a name of its own, so that a value out of range is one line, as for every other setting.
+    rl: Annotated[RLConfig, tyro.conf.arg(name="")] = field(default_factory=RLConfig)
     """What determines a run's learning; fixed when it starts."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None
     """Hugging Face causal LM to start from: a folder, or OWNER/NAME on the hub. Default: a TinyAgent."""
@@ -221,12 +222,18 @@ def known_keys(config: type = RunConfig, prefix: str = "") -> list[str]:
     ['rl.seed', 'rl.lr', 'rl.betas']
     """
     names: list[str] = []
-    for entry in fields(config):
-        if isinstance(entry.type, type) and is_dataclass(entry.type):
-            names += known_keys(entry.type, f"{prefix}{entry.name}.")
+    for name, kind in _types(config).items():
+        if isinstance(kind, type) and is_dataclass(kind):
+            names += known_keys(kind, f"{prefix}{name}.")
         else:
-            names.append(prefix + entry.name)
+            names.append(prefix + name)
     return names
+
+
+def _types(config: type) -> dict[str, Any]:
+    """The type of each field, without what only the command line reads."""
+    hints = get_type_hints(config)
+    return {entry.name: hints[entry.name] for entry in fields(config)}
 
 
 def nearest_key(key: str) -> str:
@@ -241,7 +248,7 @@ def nearest_key(key: str) -> str:
 
 
 def _unknown_keys(values: Mapping[str, Any], config: type = RunConfig, prefix: str = "") -> list[str]:
-    known = {entry.name: entry.type for entry in fields(config)}
+    known = _types(config)
     unknown = [prefix + key for key in values if key not in known]
     for key, value in values.items():
         inner = known.get(key)
