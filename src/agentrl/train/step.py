@@ -227,8 +227,9 @@ def apply_gradients(model: Policy, optimizer: torch.optim.Optimizer, loss: float
     if not (abs(loss) < float("inf") and norm < float("inf")):  # NaN compares false
         optimizer.zero_grad(set_to_none=True)
         raise ValueError(
-            f"loss is {loss} and the gradient norm {norm}; this optimizer step was not taken. "
-            "Check rewards and log-probs for NaN, or lower lr"
+            f"loss is {loss} and the gradient norm {norm}; this optimizer step was not taken. Weights that "
+            f"diverged need an lr below {optimizer.param_groups[0]['lr']} from the start; otherwise look for "
+            "NaN or far too large values in rewards, log-probs and the coefficients of the loss"
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
