@@ -17,6 +17,7 @@ import torch
 from agentrl.cli.main import main
 from agentrl.cli.train import parse, summary_table
 from agentrl.models.tiny import TinyAgent, TinyConfig
+from agentrl.train.config import RunConfig
 from agentrl.train.directory import RunDirectory
 from agentrl.train.run import load_policy
 
@@ -195,6 +196,16 @@ def test_help_reads_well(command: str, capsys: pytest.CaptureFixture[str]) -> No
     assert ">>>" not in out
 
 
+def test_samples_that_cannot_be_played_are_refused_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(tmp_path)
+    run.create(RunConfig())  # and no model
+    for samples, message in (("0", "at least 1, got 0"), ("10001", "at most 10,000 episodes a task, got 1")):
+        assert main(["eval", str(tmp_path), "--samples", samples]) == 2
+        assert f"agentrl eval: --samples must be {message}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("device", ["nowhere", "", "meta", "cuda:99"])
 def test_a_device_that_is_not_here_is_refused_at_once(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -231,6 +242,20 @@ REFUSED = [
     ("--betas 0.9 nan", "betas must be two numbers from 0 to below 1, got (0.9, nan)"),
     ("--microbatch-tokens 0", "microbatch_tokens must be at least max_tokens (16), the longest trajectory, "),
     ("--loss-mode constant", "loss mode 'constant' divides by norm_const; give a positive one, got None"),
+    ("--lr 1e38", "lr must be at most 10, as Adam moves every weight by about lr at once: the policy would "),
+    (
+        "--threads 100000000000",
+        "threads must be at most 1,024, which is more than a machine has cores, got 1",
+    ),
+    (
+        "--group-size 1000000000000",
+        "prompts_per_step x group_size must be at most 1,000,000, as a step holds all its episodes at once, ",
+    ),
+    ("--eval-samples 1000000000000", "eval_samples must be at most 10,000 episodes a task, got 10"),
+    (
+        "--num-epochs 1000000000000",
+        "num_epochs must be at most 1,000 passes over the same trajectories, got ",
+    ),
     ("--steps -1", "steps must be at least 0, got -1"),
 ]
 

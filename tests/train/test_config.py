@@ -77,13 +77,36 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str
         {"loss_mode": "x"}, {"loss_mode": "constant"}, {"advantage": "x"}, {"clip_low": 1.5},
         {"clip_high": -0.1}, {"kl_coef": -1.0}, {"kl_coef": math.nan}, {"entropy_coef": -0.1},
         {"num_epochs": 0}, {"num_minibatches": 0}, {"max_grad_norm": 0.0}, {"packing": "rows"},
-        {"microbatch_tokens": 255}, {"planning_cost": "seconds"},
+        {"microbatch_tokens": 255}, {"planning_cost": "seconds"}, {"lr": 1e38}, {"lr": 10.1}, {"lr": 1e-320},
+        {"kl_coef": 1e39}, {"entropy_coef": 1.1e6}, {"clip_high": 1e308}, {"norm_const": math.nan},
+        {"norm_const": 1e-320}, {"norm_const": 1e300}, {"max_grad_norm": 1e-320}, {"num_epochs": 1001},
+        {"group_size": 125_001}, {"prompts_per_step": 10**12},
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=name.replace("_", "[_ ]")):
         RLConfig(**wrong)
+
+
+def test_the_largest_and_smallest_values_are_taken() -> None:
+    RLConfig(lr=10, kl_coef=1e6, entropy_coef=1e6, clip_high=1e30, norm_const=1e12, num_epochs=1000)
+    RLConfig(lr=1e-12, norm_const=1e-6, max_grad_norm=1e-8, group_size=125_000)
+    RunConfig(threads=1024, eval_samples=10_000)
+
+
+def test_a_step_holds_a_million_episodes() -> None:
+    message = (
+        "prompts_per_step x group_size must be at most 1,000,000, as a step holds .*, got 8000000000000$"
+    )
+    with pytest.raises(ValueError, match=message):
+        RLConfig(group_size=10**12)
+
+
+@pytest.mark.parametrize(("name", "most"), [("threads", 1024), ("eval_samples", 10_000)])
+def test_counts_of_a_run_have_a_largest_value(name: str, most: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at most {most:,}.*, got {most + 1}"):
+        RunConfig(**{name: most + 1})
 
 
 @pytest.mark.parametrize("name", ["eval_samples", "checkpoint_every", "keep_checkpoints", "threads"])

@@ -21,6 +21,13 @@ def trajectory(mask: list[int], reward: float, **more: Any) -> Trajectory:
     )
 
 
+def test_more_episodes_than_memory_holds_are_refused_at_once() -> None:
+    tasks = make_tasks("heldout")
+    model = TinyAgent(TinyConfig(vocab_size=len(build_tokenizer(tasks)), width=8, num_layers=1, num_heads=1))
+    with pytest.raises(ValueError, match="100001 samples of each of 10 tasks are 1000010 episodes"):
+        evaluate(model, tasks, build_tokenizer(tasks), 100_001, cfg=CFG)
+
+
 def test_behavior_of_known_trajectories() -> None:
     trajs = [
         trajectory([1, 1, 0, 1, 0, 0, 0], 1.0),

@@ -40,6 +40,7 @@ def main(args: list[str]) -> int:
     import torch
 
     from agentrl.gym.tasks import make_tasks
+    from agentrl.train.config import check_samples
     from agentrl.train.directory import RunDirectory
     from agentrl.train.distributed import own_device
     from agentrl.train.evaluate import evaluate
@@ -54,6 +55,8 @@ def main(args: list[str]) -> int:
         cfg = replace(cfg, temperature=options.temperature)
     if options.seed is not None:
         cfg = replace(cfg, seed=options.seed)
+    if options.samples is not None:
+        check_samples("--samples", options.samples)
     device = own_device(config.device if options.device is None else options.device)
     torch.set_num_threads(config.threads)
     model, step = load_policy(run, options.step)

@@ -28,11 +28,22 @@ PlanningCost = Literal["attention", "tokens"]
 ComputeDtype = Literal["float32", "bfloat16"]
 
 TINY_POSITIONS = 256  # of the TinyAgent that a run starts from without a model
+# Played and held in memory at once; one of 256 tokens takes 20 kB.
+MOST_EPISODES = 1_000_000
+_MOST_SAMPLES = 10_000  # a task; its rate is then known to half a point
+_MOST_EPOCHS = 1_000
+_MOST_THREADS = 1_024  # more cores than a machine has; OpenMP dies where it cannot start its threads
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_samples(name: str, num_samples: int) -> None:
+    """Raises ValueError, naming the setting, where an evaluation cannot play that many episodes a task."""
+    _require(num_samples >= 1, name, num_samples, "at least 1")
+    _require(num_samples <= _MOST_SAMPLES, name, num_samples, f"at most {_MOST_SAMPLES:,} episodes a task")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +59,13 @@ class RLConfig:
     seed: int = 0
     """Seed of every random choice of the run."""
     lr: float = 5e-4
-    """Learning rate of Adam."""
+    """Learning rate of Adam, from 1e-12 to 10."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of Adam's first and second moment."""
     group_size: int = 8
     """Episodes of one task that are compared with each other."""
     prompts_per_step: int = 8
-    """Tasks sampled a step."""
+    """Tasks sampled a step; times group_size at most a million episodes."""
     temperature: float = 1.0
     """Sampling temperature; the trainer scores tokens at the same one."""
     max_tokens: int = 256
@@ -76,7 +87,7 @@ class RLConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, which keeps the policy from settling early; 0 turns it off."""
     num_epochs: int = 1
-    """Passes over a step's trajectories."""
+    """Passes over a step's trajectories, at most 1,000."""
     num_minibatches: int = 2
     """Optimizer steps a pass."""
     packing: Packing = "packed"
@@ -125,6 +136,33 @@ class RLConfig:
         )
         _require(self.advantage in ADVANTAGES, "advantage", self.advantage, f"one of {', '.join(ADVANTAGES)}")
         check_mode(self.loss_mode, self.norm_const)
+        self._check_sizes()
+        self._check_scales()
+
+    def _check_sizes(self) -> None:
+        """Raises ValueError for a step that would not fit into memory, or not end."""
+        num_episodes = self.prompts_per_step * self.group_size
+        wanted = f"at most {MOST_EPISODES:,}, as a step holds all its episodes at once"
+        _require(num_episodes <= MOST_EPISODES, "prompts_per_step x group_size", num_episodes, wanted)
+        wanted = f"at most {_MOST_EPOCHS:,} passes over the same trajectories"
+        _require(self.num_epochs <= _MOST_EPOCHS, "num_epochs", self.num_epochs, wanted)
+
+    def _check_scales(self) -> None:
+        """Raises ValueError for factors with which float32 weights would diverge at once, or never move."""
+        wanted = "at most 10, as Adam moves every weight by about lr at once: the policy would diverge"
+        _require(self.lr <= 10, "lr", self.lr, wanted)
+        wanted = "at least 1e-12, as smaller steps change no float32 weight of ordinary size"
+        _require(self.lr >= 1e-12, "lr", self.lr, wanted)
+        for name in ("kl_coef", "entropy_coef"):
+            value = getattr(self, name)
+            wanted = "at most 1e6, from where float32 loses the rest of the loss beside this term"
+            _require(value <= 1e6, name, value, wanted)
+        _require(self.clip_high <= 1e30, "clip_high", self.clip_high, "at most 1e30, to fit into float32")
+        wanted = "between 1e-6 and 1e12, as float32 loses a loss divided by less or more"
+        norm = self.norm_const
+        _require(norm is None or 1e-6 <= norm <= 1e12, "norm_const", norm, wanted)
+        wanted = "at least 1e-8, as Adam takes smaller gradients for 0"
+        _require(self.max_grad_norm >= 1e-8, "max_grad_norm", self.max_grad_norm, wanted)
 
     @property
     def token_budget(self) -> int:
@@ -163,7 +201,7 @@ class RunConfig:
     """Give tasks with more expected signal larger groups; a step's episodes stay the same. Tasks then weigh
     alike only with loss_mode prompt_mean."""
     eval_samples: int = 16
-    """Episodes a held-out task, in every evaluation."""
+    """Episodes a held-out task, in every evaluation; at most 10,000."""
     eval_every: int = 20
     """Steps between held-out evaluations; 0: only before and after training."""
     checkpoint_every: int = 10
@@ -171,7 +209,7 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
     threads: int = 1
-    """CPU threads of one operation; small models are fastest with one."""
+    """CPU threads of one operation, at most 1,024; small models are fastest with one."""
     device: str = "cpu"
     """Where the model computes: cpu, cuda, cuda:1, ..."""
     compute_dtype: ComputeDtype = "float32"
@@ -198,8 +236,11 @@ class RunConfig:
         _require(
             self.compute_dtype in dtypes, "compute_dtype", self.compute_dtype, f"one of {', '.join(dtypes)}"
         )
-        for name in ("eval_samples", "checkpoint_every", "keep_checkpoints", "threads"):
+        for name in ("checkpoint_every", "keep_checkpoints", "threads"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        wanted = f"at most {_MOST_THREADS:,}, which is more than a machine has cores"
+        _require(self.threads <= _MOST_THREADS, "threads", self.threads, wanted)
+        check_samples("eval_samples", self.eval_samples)
         preset(self.curriculum, ["any"], **self.curriculum_settings)  # raises for what does not fit
         wanted = "at least 2 where curriculum_group_sizes is set"
         _require(

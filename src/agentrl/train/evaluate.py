@@ -1,7 +1,6 @@
 """How well and in which manner a policy plays."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from agentrl.data.trajectory import Trajectory
 from agentrl.gym.env import make_env
 from agentrl.models.policy import Policy
 from agentrl.rollout.episode import NamedTask, TextTokenizer, broke, sample_groups
-from agentrl.train.config import RLConfig
+from agentrl.train.config import MOST_EPISODES, RLConfig
 
 
 def behavior_stats(trajs: Sequence[Trajectory]) -> dict[str, float]:
@@ -60,18 +59,24 @@ def evaluate(
     Returns `pass_rate` (mean over tasks), `per_task` (pass rate by the task's name), and the other figures of
     behavior_stats. `generator` defaults to one seeded with cfg.seed, cfg to RLConfig(). Episodes that the
     environment broke are left out of every figure and counted in `errored_episodes`.
-    Raises ValueError where there is no task, num_samples is below 1, or every episode of a task broke.
+    Raises ValueError where there is no task, num_samples is below 1, they make more episodes than memory
+    holds, or every episode of a task broke.
     """
     if not tasks or num_samples < 1:
         raise ValueError(
             f"evaluate needs tasks and samples, got {len(tasks)} tasks, num_samples={num_samples}"
         )
+    num_episodes = len(tasks) * num_samples
+    if num_episodes > MOST_EPISODES:
+        raise ValueError(
+            f"{num_samples} samples of each of {len(tasks)} tasks are {num_episodes} episodes, but evaluate "
+            f"holds all at once, at most {MOST_EPISODES:,}; take fewer samples"
+        )
     cfg = RLConfig() if cfg is None else cfg
     if generator is None:
         generator = torch.Generator().manual_seed(cfg.seed)
-    trajs = sample_groups(
-        model, lambda: make_env(cfg), tasks, tok, replace(cfg, group_size=num_samples), generator
-    )
+    sizes = [num_samples] * len(tasks)
+    trajs = sample_groups(model, lambda: make_env(cfg), tasks, tok, cfg, generator, group_sizes=sizes)
     played = [t for t in trajs if not broke(t)]
     values = [float("nan") if broke(t) else t.reward for t in trajs]
     rates = torch.tensor(values, dtype=torch.float64).view(len(tasks), num_samples).nanmean(1)
