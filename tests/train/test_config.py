@@ -49,6 +49,13 @@ def test_what_a_file_leaves_out_keeps_its_default(tmp_path: Path) -> None:
         ("step = 3", "unknown key 'step'; did you mean steps?"),
         ("lr = 0.1", "unknown key 'lr'; did you mean rl.lr?"),
         ("[rl]\ngroup-sise = 4", "unknown key 'rl.group-sise'; did you mean rl.group_size?"),
+        (
+            '"rl.lr" = 1e-3',
+            'unknown key "rl.lr", which in quotes is one name with a dot in it; write lr = ... in the table '
+            "[rl], or rl.lr = ... unquoted before any table",
+        ),
+        ('[rl]\n"rl.lr" = 1e-3', "write lr = ... in the table [rl], or"),
+        ('"rl.steps" = 3', "unknown key 'rl.steps'; did you mean steps?"),
         ("[zzzzz]\nzzzzzzzz = 4", "unknown key 'zzzzz'; settings are rl.seed, rl.lr,"),
         ("steps = 3.5", "Expected `int`"),
         ("steps = true", "Expected `int`"),

@@ -309,6 +309,13 @@ def load_config(path: Path) -> RunConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:  # brackets without end
         raise ValueError(f"{path} is not TOML: {error}") from error
     for key in _unknown_keys(values):
+        for name in known_keys():
+            table, dot, setting = name.rpartition(".")
+            if dot and f".{key}".endswith(f".{name}"):  # known, so that only quotes keep it from its table
+                raise ValueError(
+                    f'{path}: unknown key "{name}", which in quotes is one name with a dot in it; write '
+                    f"{setting} = ... in the table [{table}], or {name} = ... unquoted before any table"
+                )
         raise ValueError(f"{path}: unknown key {key!r}; {nearest_key(key)}")
     try:
         return msgspec.convert(values, RunConfig)
