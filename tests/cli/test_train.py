@@ -176,6 +176,11 @@ def test_flags_override_the_file_and_unknown_keys_are_refused(
 def test_contradictory_and_absent_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", str(tmp_path), "--config", "x.toml"]) == 2
     assert "leave --config out" in capsys.readouterr().err
+    for folder in ("", str(tmp_path)):
+        assert main(["train", "--config", folder]) == 2
+        assert f"--config {folder or '.'}: a folder, not a TOML file; --resume" in capsys.readouterr().err
+    assert main(["train", "--model", ""]) == 2
+    assert "--model is empty; give a folder or OWNER/NAME" in capsys.readouterr().err
     assert main(["train", "--resume", str(tmp_path / "absent")]) == 2
     assert "is not the directory of a run" in capsys.readouterr().err
     assert not (tmp_path / "absent").exists()

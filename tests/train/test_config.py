@@ -87,7 +87,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str
         {"microbatch_tokens": 255}, {"planning_cost": "seconds"}, {"lr": 1e38}, {"lr": 10.1}, {"lr": 1e-320},
         {"kl_coef": 1e39}, {"entropy_coef": 1.1e6}, {"clip_high": 1e308}, {"norm_const": math.nan},
         {"norm_const": 1e-320}, {"norm_const": 1e300}, {"max_grad_norm": 1e-320}, {"num_epochs": 1001},
-        {"group_size": 125_001}, {"prompts_per_step": 10**12},
+        {"max_tokens": 2**24 + 1}, {"group_size": 125_001}, {"prompts_per_step": 10**12},
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
@@ -98,6 +98,7 @@ def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
 
 def test_the_largest_and_smallest_values_are_taken() -> None:
     RLConfig(lr=10, kl_coef=1e6, entropy_coef=1e6, clip_high=1e30, norm_const=1e12, num_epochs=1000)
+    RLConfig(max_tokens=2**24)
     RLConfig(lr=1e-12, norm_const=1e-6, max_grad_norm=1e-8, group_size=125_000)
     RunConfig(threads=1024, eval_samples=10_000)
 

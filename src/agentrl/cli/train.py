@@ -66,6 +66,8 @@ def parse(args: list[str]) -> Options:
         raise ValueError("--resume continues with the run's own settings; leave --config out")
     config = RunConfig()
     if given.config is not None:
+        if given.config.is_dir():
+            raise ValueError(f"--config {given.config}: a folder, not a TOML file; --resume continues a run")
         config = load_config(given.config)
     if given.resume is not None:
         config = RunDirectory(given.resume).load_config()

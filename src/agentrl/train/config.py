@@ -30,6 +30,7 @@ ComputeDtype = Literal["float32", "bfloat16"]
 TINY_POSITIONS = 256  # of the TinyAgent that a run starts from without a model
 # Played and held in memory at once; one of 256 tokens takes 20 kB.
 MOST_EPISODES = 1_000_000
+_MOST_TOKENS = 2**24  # of an episode; more than any model reads
 _MOST_SAMPLES = 10_000  # a task; its rate is then known to half a point
 _MOST_EPOCHS = 1_000
 _MOST_THREADS = 1_024  # more cores than a machine has; OpenMP dies where it cannot start its threads
@@ -144,6 +145,8 @@ class RLConfig:
         num_episodes = self.prompts_per_step * self.group_size
         wanted = f"at most {MOST_EPISODES:,}, as a step holds all its episodes at once"
         _require(num_episodes <= MOST_EPISODES, "prompts_per_step x group_size", num_episodes, wanted)
+        wanted = f"at most {_MOST_TOKENS:,}, which is more than any model reads"
+        _require(self.max_tokens <= _MOST_TOKENS, "max_tokens", self.max_tokens, wanted)
         wanted = f"at most {_MOST_EPOCHS:,} passes over the same trajectories"
         _require(self.num_epochs <= _MOST_EPOCHS, "num_epochs", self.num_epochs, wanted)
 

@@ -17,10 +17,12 @@ from agentrl.train.config import RunConfig
 def resolve_model(name: str | None) -> str | None:
     """A model's name as a run keeps it: a folder by its absolute path, a name on the hub as it is.
 
-    Raises ValueError where the extra `hf` is missing, or what looks like a folder is none.
+    Raises ValueError where the name is empty, the extra `hf` is missing, or what looks like a folder is none.
     """
     if name is None:
         return None
+    if not name:  # not the current folder, as a path would have it
+        raise ValueError("--model is empty; give a folder or OWNER/NAME, or leave it out for the TinyAgent")
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(f"--model {name} needs transformers: pip install 'agentrl[hf]'")
     path = Path(name).expanduser()
