@@ -1,9 +1,12 @@
 """One checkpoint file: whole or not at all, and verified."""
 
+import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from agentrl.train.checkpoint import (
@@ -86,6 +89,80 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     with pytest.raises(ValueError, match="it has format 99, this version of agentrl reads 1"):
         load_checkpoint(path)
+
+
+META: dict[str, Any] = {"format": 1, "step": 3, "config_hash": "abc", "curriculum": {}, "model_config": {}}
+FORGED = {
+    "a list": ([], "its record is a list"),
+    "a text": ("format", "its record is a str"),
+    "a number": (1, "its record is a int"),
+    "nothing": (None, "its record is a NoneType"),
+    "an empty table": ({}, "it has format None"),
+    **{f"no {name}": ({k: v for k, v in META.items() if k != name}, name) for name in META},
+    **{
+        f"{name} = {value!r}": ({**META, name: value}, name)
+        for name, values in {
+            "format": (None, "1", 1.0, True, [1], {}),
+            "step": (None, "3", 3.0, True, [3], {}, -3),
+            "config_hash": (None, 7, ["abc"], {}),
+            "curriculum": (None, "top", 1, [], True),
+            "model_config": (None, "tiny", 1, [["width", 8]], True),
+        }.items()
+        for value in values
+    },
+    "another step": ({**META, "step": 4}, "it is of step 4, not of the one in its name"),
+}
+
+
+def forge(folder: Path, content: bytes, kind: str) -> Path:
+    """A checkpoint of step 3 with this content and the digest of it: a file, or what ranks share."""
+    if kind == "safetensors":
+        path = folder / f"step-000003-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+        path.write_bytes(content)
+        return path
+    digest = hashlib.sha256(f"rest.safetensors {hashlib.sha256(content).hexdigest()}\n".encode())
+    path = folder / f"step-000003-{digest.hexdigest()[:16]}.shards"
+    path.mkdir()
+    (path / "rest.safetensors").write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "shards"])
+@pytest.mark.parametrize("case", FORGED)
+def test_a_record_of_the_wrong_kind_is_named_whatever_its_digest(
+    tmp_path: Path, case: str, kind: str
+) -> None:
+    meta, message = FORGED[case]
+    path = forge(tmp_path, serialize({"random/generator": torch.Generator().get_state()}, meta), kind)
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        load_checkpoint(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_record_of_the_right_kind_is_read(tmp_path: Path) -> None:
+    """The cases above would prove little if a forged checkpoint could not be read at all."""
+    for kind in ("safetensors", "shards"):
+        loaded = load_checkpoint(forge(tmp_path, serialize({"random/torch": torch.zeros(1)}, META), kind))
+        assert (loaded.step, loaded.config_hash) == (3, "abc")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("weight", "holds a tensor 'weight'"), ("optimizer/first/exp_avg", "invalid literal for int()")],
+)
+def test_a_tensor_of_no_part_is_named_whatever_the_digest(tmp_path: Path, name: str, message: str) -> None:
+    path = forge(tmp_path, serialize({name: torch.zeros(1)}, META), "safetensors")
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        load_checkpoint(path)
+    assert message in str(caught.value)
+
+
+def test_brackets_without_end_are_no_record() -> None:
+    content = safetensors.torch.save({"a": torch.zeros(1)}, metadata={"agentrl": "[" * 100_000})
+    with pytest.raises(ValueError, match="not a file that agentrl wrote"):
+        deserialize(content)
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\0" * 8, b"\xff" * 64])

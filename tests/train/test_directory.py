@@ -1,5 +1,6 @@
 """The directory of a run that is damaged, in use, or not free."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.train.conftest import (
     CONFIG,
     assert_same_run,
@@ -18,6 +20,7 @@ from tests.train.conftest import (
     snapshot,
 )
 
+from agentrl.train.checkpoint import deserialize, serialize
 from agentrl.train.directory import RunDirectory
 from agentrl.train.run import Hooks, train_run
 
@@ -32,6 +35,32 @@ DAMAGE = {
     "a bit of the checkpoint": (lambda d: flip_a_bit(newest(d)), "is damaged: its content"),
     "a cut checkpoint": (lambda d: os.truncate(newest(d), 100), "is damaged: its content"),
     "an empty checkpoint": (lambda d: os.truncate(newest(d), 0), "is damaged: its content"),
+    "a record that is a list": (lambda d: forge(d, meta=lambda m: [m]), "be read: .*its record is a list"),
+    "a record without its curriculum": (
+        lambda d: forge(d, meta=lambda m: {k: v for k, v in m.items() if k != "curriculum"}),
+        "cannot be read: .*`curriculum`",
+    ),
+    "a record of another step": (lambda d: forge(d, meta=lambda m: {**m, "step": 8}), "it is of step 8, not"),
+    "a checkpoint without random states": (
+        lambda d: forge(d, lambda t: {k: v for k, v in t.items() if not k.startswith("random/")}),
+        "has no random state 'generator'",
+    ),
+    "a random state that is none": (
+        lambda d: forge(d, lambda t: {**t, "random/torch": torch.zeros(3)}),
+        "has no random state 'torch': ",
+    ),
+    "moments of no parameter": (
+        lambda d: forge(d, lambda t: {**t, "optimizer/99/step": torch.zeros(())}),
+        "has moments of parameter 99, the model ",
+    ),
+    "moments of another shape": (
+        lambda d: forge(d, lambda t: {**t, "optimizer/0/exp_avg": torch.zeros(3)}),
+        "moments of parameter 0 are .*'exp_avg': \\(3,\\).*but must be",
+    ),
+    "a parameter with half its moments": (
+        lambda d: forge(d, lambda t: {k: v for k, v in t.items() if k != "optimizer/0/step"}),
+        "moments of parameter 0 are .*but must be",
+    ),
     "no checkpoints": (lambda d: shutil.rmtree(d / "checkpoints"), "checkpoints/ nothing"),
     "no config": (lambda d: (d / "config.toml").unlink(), "holds no config.toml"),
     "config that is not TOML": (lambda d: (d / "config.toml").write_text("steps = ["), "is not TOML"),
@@ -103,6 +132,20 @@ DAMAGE = {
 }
 
 
+def forge(
+    path: Path,
+    tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors,
+    meta: Callable[[dict[str, Any]], Any] = lambda meta: meta,
+) -> None:
+    """Change what the newest checkpoint holds and give it the digest of that."""
+    old = newest(path)
+    held, record = deserialize(old.read_bytes())
+    content = serialize(tensors(held), meta(record))
+    old.unlink()
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    old.with_name(f"step-{CONFIG.steps:06d}-{digest}.safetensors").write_bytes(content)
+
+
 def edit_summary(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     summary = path / "summary.json"
     summary.write_text(json.dumps(change(json.loads(summary.read_text()))))
@@ -124,6 +167,14 @@ def test_damage_is_named_and_nothing_is_touched(whole: Path, tmp_path: Path, cas
     with pytest.raises(ValueError, match=message):
         train_run(run, run.load_config(), new_trainer(), evaluation, Hooks())
     assert snapshot(path) == before
+
+
+def test_a_forged_checkpoint_that_changes_nothing_is_read(whole: Path, tmp_path: Path) -> None:
+    """The cases above would prove little if every forged checkpoint was refused."""
+    shutil.copytree(whole, tmp_path / "run")
+    forge(tmp_path / "run", meta=lambda m: dict(reversed(m.items())))
+    assert newest(tmp_path / "run").name != newest(whole).name
+    assert carry(tmp_path / "run") == RunDirectory(whole).load_summary()
 
 
 def test_a_model_that_is_missing_is_written_again(whole: Path, tmp_path: Path) -> None:

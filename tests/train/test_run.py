@@ -31,9 +31,16 @@ from tests.train.conftest import (
 
 from agentrl.report.run import load_run
 from agentrl.rollout.episode import has_signal, play, sample_groups
-from agentrl.train.checkpoint import checkpoints_by_step, load_checkpoint, save_checkpoint
+from agentrl.train.checkpoint import (
+    checkpoints_by_step,
+    deserialize,
+    load_checkpoint,
+    save_checkpoint,
+    serialize,
+)
 from agentrl.train.directory import RunDirectory
 from agentrl.train.recording import position_counts
+from agentrl.train.run import load_policy
 
 
 def test_a_run_learns_and_leaves_its_files(whole: Path) -> None:
@@ -200,6 +207,27 @@ def test_a_finished_run_is_left_alone(whole: Path) -> None:
     summary = carry(whole)
     assert summary == RunDirectory(whole).load_summary()
     assert snapshot(whole) == before
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ([], "is damaged: .*its record is a list"),
+        ({}, "is damaged: .*`model_config`"),
+        ({"model_config": None}, r"is damaged: .*`\$.model_config`"),
+        ({"model_config": ["width"]}, r"is damaged: .*`\$.model_config`"),
+        ({"model_config": {"width": "wide"}}, "the run's model is not a TinyAgent: "),
+    ],
+)
+def test_a_model_file_of_the_wrong_kind_is_named(
+    whole: Path, tmp_path: Path, meta: Any, message: str
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / "model.safetensors"
+    tensors, _ = deserialize(path.read_bytes())
+    path.write_bytes(serialize(tensors, meta))
+    with pytest.raises(ValueError, match=message):
+        load_policy(RunDirectory(tmp_path / "run"))
 
 
 def test_more_steps_continue_a_finished_run(whole: Path, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -32,6 +33,15 @@ FORMAT = 1
 _META = "agentrl"
 _NAME = re.compile(r"step-(\d{6,})-([0-9a-f]{16})\.(safetensors|shards)")
 _REST = "rest.safetensors"  # in a folder: all but model and optimizer
+
+
+class _Meta(msgspec.Struct):
+    """What a checkpoint says beside its tensors and its format; see `Checkpoint`."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    config_hash: str
+    curriculum: dict[str, Any]
+    model_config: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,9 +89,18 @@ def deserialize(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         tensors = safetensors.torch.load(content)
         (length,) = struct.unpack("<Q", content[:8])
-        return tensors, json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_META])
-    except (safetensors.SafetensorError, struct.error, KeyError, ValueError) as error:
+        meta = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_META])
+    except (
+        safetensors.SafetensorError,
+        struct.error,
+        KeyError,
+        ValueError,
+        RecursionError,  # brackets without end
+    ) as error:
         raise ValueError(f"not a file that agentrl wrote ({error})") from error
+    if not isinstance(meta, dict):
+        raise ValueError(f"not a file that agentrl wrote (its record is a {type(meta).__name__})")
+    return tensors, meta
 
 
 def placed_like(tensor: Tensor, like: Tensor) -> Tensor:
@@ -192,7 +211,10 @@ def read_shards(
     tensors = {f"model/{name}": torch.empty_like(tensor) for name, tensor in like.items()}
     for name, shape in shapes.items():
         if name.startswith("optimizer/"):
-            parameter = parameters[int(name.split("/")[1])]
+            index = int(name.split("/")[1])
+            if not 0 <= index < len(parameters):
+                raise ValueError(f"{folder} has moments of parameter {index}, the model {len(parameters)}")
+            parameter = parameters[index]
             whole = parameter.shape == shape
             tensors[name] = torch.empty_like(parameter) if whole else torch.empty(shape)
     with warnings.catch_warnings():
@@ -219,8 +241,8 @@ def checkpoints_by_step(folder: Path) -> dict[int, Path]:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint and verify it.
 
-    Raises ValueError, naming the file and what to do, where its content does not have the digest that its
-    name gives, or was written by another format.
+    Raises ValueError, naming the file, where its content does not have the digest that its name gives, was
+    written by another format, or lacks a part, has one of the wrong type or of another step.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -235,25 +257,31 @@ def load_checkpoint(path: Path) -> Checkpoint:
         )
     try:
         tensors, meta = deserialize(content)
-        if meta["format"] != FORMAT:
-            raise ValueError(f"it has format {meta['format']}, this version of agentrl reads {FORMAT}")
+        found = meta.get("format")
+        if type(found) is not int or found != FORMAT:
+            raise ValueError(f"it has format {found}, this version of agentrl reads {FORMAT}")
+        record = msgspec.convert(meta, _Meta)
+        if record.step != int(match[1]):
+            raise ValueError(f"it is of step {record.step}, not of the one in its name")
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "random": {}, "optimizer": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition("/")
+            if part not in parts:
+                raise ValueError(f"it holds a tensor {name!r}, which is no part of a checkpoint")
             parts[part][rest] = tensor
         optimizer: dict[int, dict[str, Tensor]] = {}
         for name, tensor in parts["optimizer"].items():
             index, _, moment = name.partition("/")
             optimizer.setdefault(int(index), {})[moment] = tensor
         return Checkpoint(
-            step=meta["step"],
-            config_hash=meta["config_hash"],
+            step=record.step,
+            config_hash=record.config_hash,
             model=parts["model"],
             optimizer=optimizer,
             random=parts["random"],
-            curriculum=meta["curriculum"],
-            model_config=meta["model_config"],
+            curriculum=record.curriculum,
+            model_config=record.model_config,
             shards=path if sharded else None,
         )
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

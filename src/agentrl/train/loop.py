@@ -2,11 +2,12 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from agentrl.data.advantages import compute_advantages
 from agentrl.data.collate import collate
@@ -211,7 +212,8 @@ class Trainer:
         """Continue from a checkpoint of a run with the same settings.
 
         The trainer must have been made with the model that the run started from: it is the reference of a KL
-        term. Raises ValueError where settings or the model's tensors differ, before anything changes.
+        term. Raises ValueError where settings or the model's tensors differ, or moments, random states or the
+        curriculum's are not such, before anything changes.
         """
         if checkpoint.config_hash != config_hash(self.cfg):
             raise ValueError(
@@ -227,9 +229,11 @@ class Trainer:
         if own != other:
             names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
             raise ValueError(f"the checkpoint holds another model: {', '.join(names[:5])} differ")
+        parameters = list(self.model.module.parameters())
+        _check_moments(optimizer, parameters)
+        _check_random(checkpoint.random)
         self.curriculum.load_state_dict(checkpoint.curriculum)
         self.model.module.load_state_dict({name: placed_like(t, like[name]) for name, t in model.items()})
-        parameters = list(self.model.module.parameters())
         moments = {
             index: {name: placed_like(t, parameters[index]) for name, t in each.items()}
             for index, each in optimizer.items()
@@ -239,6 +243,30 @@ class Trainer:
         self.generator.set_state(checkpoint.random["generator"])
         torch.set_rng_state(checkpoint.random["torch"])
         self.num_steps = checkpoint.step
+
+
+def _check_moments(optimizer: Mapping[int, Mapping[str, Tensor]], parameters: Sequence[Tensor]) -> None:
+    """Raises ValueError for moments that Adam would not keep of these parameters."""
+    for index, moments in optimizer.items():
+        if not 0 <= index < len(parameters):
+            raise ValueError(f"the checkpoint has moments of parameter {index}, the model {len(parameters)}")
+        shape = tuple(parameters[index].shape)
+        found = {name: tuple(tensor.shape) for name, tensor in moments.items()}
+        wanted = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+        if found != wanted:
+            raise ValueError(
+                f"the checkpoint's moments of parameter {index} are {found}, but must be {wanted}"
+            )
+
+
+def _check_random(states: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where a random generator could not go on from its state."""
+    for name in ("generator", "torch"):
+        try:
+            torch.Generator().set_state(states[name])
+        except (KeyError, TypeError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"the checkpoint has no random state {name!r}: {reason}") from error
 
 
 def bugfix_trainer(

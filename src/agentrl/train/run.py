@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +31,12 @@ from agentrl.train.start import load_start, load_tokenizer
 
 # Held-out evaluation: a dictionary with at least `pass_rate`, of plain JSON values.
 Evaluation = Callable[[Policy], dict[str, Any]]
+
+
+class _Shape(msgspec.Struct):
+    """What a model's file says beside its weights."""
+
+    model_config: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +182,10 @@ def load_policy(run: RunDirectory, step: int | None = None) -> tuple[Policy, int
     if step is None and run.model_path.exists():
         try:
             tensors, meta = deserialize(run.model_path.read_bytes())
+            shape = msgspec.convert(meta, _Shape)
         except ValueError as error:
             raise ValueError(f"{run.model_path} is damaged: {error}") from error
-        return _with_weights(_empty(config, meta["model_config"]), tensors, run.model_path), None
+        return _with_weights(_empty(config, shape.model_config), tensors, run.model_path), None
     by_step = checkpoints_by_step(run.checkpoints)
     if not by_step:
         raise ValueError(f"{run.path} holds no model yet: its run was stopped before the first checkpoint")
