@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.ops.frozen_head import FrozenHead
 from agentrl.ops.gradient_sums import scale_rows, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs, wants_gradient
@@ -250,7 +251,7 @@ def _loss_and_hidden_gradient(
     inputs: HeadInputs, token_loss: TokenLoss, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Gradients]:
     """Loss, log-probs and the gradient of a frozen head, in one pass over the tiles."""
-    scores, hidden_gradient = TiledHead(inputs, rows).scores_with_hidden_slope()
+    scores, hidden_gradient = FrozenHead(inputs, rows).scores_with_hidden_slope()
     logp = scores.log_prob
     loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
     upstream, _, unit = _in_units(upstream, None, inputs)

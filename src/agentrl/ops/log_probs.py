@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from agentrl.ops.frozen_head import FrozenHead
 from agentrl.ops.gradient_sums import scale_rows
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import (
@@ -227,13 +228,12 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.settings = inputs.settings
         ctx.needs = Needs(*ctx.needs_input_grad[3:7])
         ctx.hidden_slope_known = grad_enabled and ctx.needs.only_hidden() and not entropy
-        head = TiledHead(inputs, stash=stash)
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             if ctx.hidden_slope_known:
-                scores, slope = head.scores_with_hidden_slope()
+                scores, slope = FrozenHead(inputs).scores_with_hidden_slope()
                 ctx.save_for_backward(slope, inputs.hidden)
                 return scores.log_prob, None
-            scores = head.scores(entropy=entropy)
+            scores = TiledHead(inputs, stash=stash).scores(entropy=entropy)
         ctx.save_for_backward(*inputs[:5], *scores)
         ctx.stash = stash
         # copies, which the caller may overwrite
