@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.ops.gradient_sums import RowSum, as_operand
-from agentrl.ops.logit_map import Scores, Statistics
+from agentrl.ops.logit_map import Scores, Statistics, inverse, log_sum
 from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import WIDENED_ROWS, Tile
 
@@ -67,14 +67,17 @@ class FrozenHead(TiledHead):
     def _finish(self, sums: RowSum, found: Statistics, start: int, stop: int) -> None:
         tokens = slice(start, stop)
         above = found.target[tokens] - found.maximum[tokens]
-        total = found.sum_exp[tokens] + above.exp()
-        rest = -torch.expm1(above - total.log())
+        log_total = log_sum(found.sum_exp[tokens], above)
+        rest = -torch.expm1(above - log_total)
         if self.logit_map.softcap is not None:
             rest = rest * self.logit_map.cap_slope(found.target[tokens], start)
         slope = self.logit_map.token_slope(start, stop)
         ids, here = self._target_rows(tokens)
         rows = sums.rows(start, stop)
-        others, own = (-slope / total).to(rows.dtype), (rest * slope).where(here, 0.0).to(rows.dtype)
+        others, own = (
+            (-slope * inverse(log_total)).to(rows.dtype),
+            (rest * slope).where(here, 0.0).to(rows.dtype),
+        )
         parts = (part.split(WIDENED_ROWS) for part in (rows, others, own, ids))
         for some, scaled, weighted, id_rows in zip(*parts, strict=True):
             target_rows = self.weight.source.index_select(0, id_rows).to(rows.dtype)

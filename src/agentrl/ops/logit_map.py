@@ -152,7 +152,8 @@ class Statistics:
         """Take in the exact logit [N] of the largest term, where it is not the target's."""
         assert self.top is not None
         above = exact_top - self.maximum  # the rounding of that logit, which stands in the sums as exp(0)
-        other = (self.top >= 0) & (self.top != target_rows)
+        # where it is above a nat, so are those of the other logits, and nothing is left to correct
+        other = (self.top >= 0) & (self.top != target_rows) & (above.abs() <= 1.0)
         self.top, self.top_logit = self.top.where(other, -1), exact_top
         self.error = torch.expm1(above).where(other, 0.0)
         if self.weighted is not None:
@@ -181,19 +182,18 @@ class Statistics:
     def scores(self) -> "Scores":
         """What the complete statistics amount to."""
         above = self.target - self.maximum
-        target_exp = above.exp()
-        total = self.sum_exp + target_exp
-        exact = total if self.error is None else total + self.error
-        log_exact, wide = exact.log(), self.maximum.dtype
+        log_exact = log_sum(self.sum_exp if self.error is None else self.sum_exp + self.error, above)
+        log_prob, wide = above - log_exact, self.maximum.dtype
         entropy = top_log_prob = None
         if self.top_logit is not None:
             top_log_prob = (self.top_logit - self.maximum - log_exact).clamp_(max=0.0).to(wide)
         if self.weighted is not None:
-            expected = self.weighted + target_exp * clamp_log_(above.clone())
-            expected = expected if self.weighted_error is None else expected + self.weighted_error
-            entropy = (log_exact - expected / exact).clamp_(min=0.0).to(wide)
+            weighted = self.weighted if self.weighted_error is None else self.weighted + self.weighted_error
+            probability = log_prob.exp()
+            expected = weighted * inverse(log_exact) + (probability * above).where(probability > 0, 0.0)
+            entropy = (log_exact - expected).clamp_(min=0.0).to(wide)
         return Scores(
-            log_prob=(above - log_exact).clamp_(max=0.0).to(wide),
+            log_prob=log_prob.clamp(max=0.0).to(wide),
             entropy=entropy,
             maximum=self.maximum,
             log_total=log_exact.to(wide),
@@ -240,6 +240,20 @@ def _note_top_(top: Tensor, logits: Tensor, grew: Tensor, first_row: int) -> Non
 # exp(-800) is 0 in float64, and so in float32: below it a log-prob may be cut without a trace in p or p *
 # log p.
 _LOG_ZERO = 800.0
+
+
+def log_sum(sum_exp: Tensor, above: Tensor) -> Tensor:
+    """log(sum_exp + exp(above)) in the dtype of `above`, which may be beyond exp's range."""
+    return torch.logaddexp(sum_exp.to(above.dtype).log(), above)
+
+
+def inverse(log_total: Tensor) -> Tensor:
+    """exp(-log_total), but at most e^40.
+
+    A total below e^-40 of the largest term comes of roundings above 40 nats, at logits of 1e8; the terms that
+    this multiplies are 0 then, and would become NaN.
+    """
+    return log_total.clamp(min=-40.0).neg().exp()
 
 
 def clamp_log_(log_probs: Tensor) -> Tensor:
