@@ -150,13 +150,20 @@ def test_the_references_name_an_id_out_of_range() -> None:
             score(torch.zeros(2, 2, 3), torch.zeros(4, 3), ids, chunk_size=1)
 
 
-def test_the_references_agree_bit_for_bit() -> None:
-    hidden, weight, targets, _ = problem(12, 50, 8, torch.float32)
-    rows, ids = hidden.view(3, 4, 8), targets.view(3, 4)
+@pytest.mark.parametrize(("n", "chunk_size"), [(12, 5), (21, 5), (33, 32), (1025, 1024)])
+def test_the_references_agree_bit_for_bit(n: int, chunk_size: int) -> None:
+    """Also where the last chunk would hold a single token. Of the whole product, as far as the BLAS does."""
+    hidden, weight, targets, _ = problem(n, 50, 8, torch.float32)
+    rows, ids = hidden.view(1, n, 8), targets.view(1, n)
     grads = []
     for score in (chunked_log_probs, checkpointed_log_probs):
-        result = score(rows, weight, ids, chunk_size=5)
-        assert torch.equal(result, selected_log_probs(rows @ weight.T, ids))
+        result = score(rows, weight, ids, chunk_size=chunk_size)
+        parts = rows[0].tensor_split(-(-n // chunk_size))
+        assert torch.equal(
+            result, selected_log_probs(torch.cat([part @ weight.T for part in parts])[None], ids)
+        )
+        if n == 12:
+            assert torch.equal(result, selected_log_probs(rows @ weight.T, ids))
         grads.append(torch.autograd.grad(result.square().sum(), (hidden, weight)))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     with pytest.raises(ValueError, match="at least 1 token"):
@@ -317,6 +324,7 @@ def test_torch_func_is_refused() -> None:
             r"temperature\[2\] must be positive and finite, got 0.0",
         ),
         ({"temperature": torch.full((4,), torch.inf)}, r"temperature\[0\] must be positive and finite"),
+        ({"temperature": torch.full((4,), 1e-46, dtype=torch.float64)}, r"1e-46, used in torch.float32"),
         ({"temperature": torch.tensor(2)}, r"got torch.int64 of shape \(\)"),
         ({"temperature": None}, "temperature must be positive and finite, got None"),
         ({"hidden": None}, "hidden must be a dense tensor, got NoneType"),

@@ -49,6 +49,17 @@ def test_compiled_callers_get_the_same_bits(
         assert torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("step", [general, fused])
+def test_compiled_backwards_give_the_same_bits(step: Step, arguments: tuple[Tensor, ...]) -> None:
+    wanted = torch.autograd.grad(step(*arguments), arguments[:2])
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda *given: step(*given).backward(), backend="aot_eager")(*arguments)
+    for leaf, gradient in zip(arguments, wanted, strict=False):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, gradient)
+
+
 def test_one_graph_for_all_is_refused(arguments: tuple[Tensor, ...]) -> None:
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="disable"):

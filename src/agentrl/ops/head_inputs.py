@@ -4,6 +4,7 @@
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from agentrl.ops.tiles import LogitPrecision, Precision, default_tile_bytes
+from agentrl.ops.uncompiled import uncompiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,16 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+@uncompiled
+def refuse_batched(caller: str, upstream: Sequence[Tensor | None]) -> None:
+    """Raise RuntimeError for upstream gradients that stand for several, as vmap makes them."""
+    if any(g is not None and cast(Any, torch._C)._functorch.is_legacy_batchedtensor(g) for g in upstream):
+        raise RuntimeError(
+            f"{caller} takes one upstream gradient at a time: call torch.autograd.grad for each, without "
+            "is_grads_batched= or vectorize="
+        )
+
+
 def wants_gradient(weight: Any) -> bool:
     """Whether autograd will ask for the gradient of `weight`."""
     return torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad
@@ -214,11 +226,13 @@ def _token_temperatures(temperature: Tensor, hidden: Tensor) -> Tensor:
         )
     if temperature.device != hidden.device:
         raise ValueError(f"hidden is on {hidden.device} but temperature is on {temperature.device}")
-    wrong = ~((temperature.detach() > 0) & temperature.detach().isfinite())
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    computed = temperature.detach().to(wide)
+    wrong = ~((computed > 0) & computed.isfinite())
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0])
         value = float(temperature[position])
-        raise ValueError(f"temperature[{position}] must be positive and finite, got {value}")
+        raise ValueError(f"temperature[{position}] must be positive and finite, got {value}, used in {wide}")
     return temperature
 
 

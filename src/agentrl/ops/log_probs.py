@@ -23,6 +23,7 @@ from agentrl.ops.head_inputs import (
     check_ids,
     is_whole,
     read_head_inputs,
+    refuse_batched,
     wants_gradient,
 )
 from agentrl.ops.logit_map import Scores
@@ -54,6 +55,8 @@ def selected_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
 def chunked_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, chunk_size: int = 1024) -> Tensor:
     """Log-probs (nats) [B, T] of ids [B, T] under hidden [B, T, D] @ weight [V, D].T, in chunks of tokens.
 
+    In float32 they are those of `selected_log_probs` bit for bit where the BLAS sums a chunk's product as it
+    sums the whole one, which with AVX-512 all do but a single token's.
     Without gradients, only one chunk's logits exist at a time; with them, autograd keeps every chunk's.
 
     >>> chunked_log_probs(torch.zeros(1, 3, 2), torch.ones(4, 2), torch.tensor([[0, 1, 3]]), 2)
@@ -94,10 +97,10 @@ def _in_chunks(score: Any, hidden: Tensor, weight: Tensor, ids: Tensor, chunk_si
         )
     check_ids("ids", ids, len(weight))
     flat, flat_ids = hidden.flatten(0, -2), ids.flatten()
-    parts = [
-        score(flat[start : start + chunk_size], weight, flat_ids[start : start + chunk_size])
-        for start in range(0, max(1, len(flat_ids)), chunk_size)
-    ]
+    # of nearly equal size: the product of a chunk of one token would be summed in another order
+    num_chunks = max(1, -(-len(flat_ids) // chunk_size))
+    chunks = zip(flat.tensor_split(num_chunks), flat_ids.tensor_split(num_chunks), strict=True)
+    parts = [score(some, weight, some_ids) for some, some_ids in chunks]
     return torch.cat(parts).view(ids.shape)
 
 
@@ -244,11 +247,7 @@ class _HeadLogProbs(torch.autograd.Function):
         given = [gradient for gradient in upstream if gradient is not None]
         if not given:
             return (None,) * 9
-        if any(map(cast(Any, torch._C)._functorch.is_legacy_batchedtensor, given)):
-            raise RuntimeError(
-                "action_log_probs takes one upstream gradient at a time: call torch.autograd.grad for each, "
-                "without is_grads_batched= or vectorize="
-            )
+        refuse_batched("action_log_probs", given)
         saved = ctx.saved_tensors  # unpacked once, as a checkpoint demands
         with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             found = (
@@ -269,6 +268,7 @@ def _hidden_gradient(slope: Tensor, upstream: Tensor) -> Gradients:
     return Gradients(hidden=gradient)
 
 
+@uncompiled
 def _gradients(
     ctx: Any, saved: tuple[Any, ...], logp_gradient: Tensor | None, entropy_gradient: Tensor | None
 ) -> Gradients:
