@@ -191,6 +191,62 @@ def test_a_token_loss_may_work_in_place(with_entropy: bool) -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
+def test_a_token_loss_may_overwrite_its_positions() -> None:
+    hidden, weight, _, targets = problem(6, 9, 4, torch.float32)
+    active = torch.arange(6) % 2 == 0
+    advantage = torch.arange(12.0)
+
+    def score(in_place: bool) -> tuple[Tensor, ...]:
+        def token_loss(log_probs: Tensor, _: Tensor | None, index: Tensor) -> Tensor:
+            return advantage[index.add_(6) if in_place else index + 6] * log_probs
+
+        result = fused_policy_loss(hidden, weight, targets, token_loss, active=active)
+        return result.log_probs, *torch.autograd.grad(result.loss, (hidden, weight))
+
+    for ours, plain in zip(score(True), score(False), strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), plain.nan_to_num(7.0))
+
+
+def test_several_upstream_gradients_at_once_are_refused() -> None:
+    hidden, weight, _, targets = problem(3, 9, 4)
+    loss = fused_policy_loss(hidden, weight, targets, lambda p, *_: p).loss
+    with pytest.raises(RuntimeError, match="one upstream gradient at a time"):
+        torch.autograd.grad(loss, hidden, torch.ones(3).double(), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("spread", "temperature"), [(0.05, 1.0), (1.0, 10.0), (1.0, 100.0)])
+@pytest.mark.parametrize("of_entropy", [False, True])
+def test_16_bit_exponentials_do_not_blur_entropies(
+    dtype: torch.dtype, spread: float, temperature: float, of_entropy: bool
+) -> None:
+    """Logits that hardly vary: log p + H is less than the 2^-9 by which a kept exponential is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 64, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(500, 64, generator=generator) * spread / 8).to(dtype).requires_grad_()
+    temperatures = torch.full((64,), temperature).requires_grad_()
+    targets = torch.randint(500, (64,), generator=generator)
+    upstream = torch.randn(64, generator=generator)
+    leaves = [hidden, weight, temperatures]
+
+    def full(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        every = torch.log_softmax((leaves[0] @ leaves[1].T).to(leaves[2].dtype) / leaves[2][:, None], -1)
+        score = -(every.exp() * every).sum(1) if of_entropy else every.gather(1, targets[:, None]).squeeze(1)
+        return torch.autograd.grad((score * upstream).sum(), leaves)
+
+    def token_loss(log_probs: Tensor, entropy: Tensor | None, index: Tensor) -> Tensor:
+        return (log_probs if entropy is None else entropy) * upstream[index]
+
+    keywords: Any = {"temperature": temperatures, "with_entropy": of_entropy}
+    ours = torch.autograd.grad(
+        fused_policy_loss(hidden, weight, targets, token_loss, **keywords).loss, leaves
+    )
+    exact, plain = full([leaf.detach().double().requires_grad_() for leaf in leaves]), full(leaves)
+    for mine, theirs, true in zip(ours, plain, exact, strict=True):
+        error, plain_error = ((part.double() - true).norm() / true.norm() for part in (mine, theirs))
+        assert error <= 2 * plain_error + 1e-5
+
+
 def test_wrong_token_losses_are_named() -> None:
     hidden, weight, _, targets = problem(5, 9, 4)
     with pytest.raises(ValueError, match=r"loss a token, shape \(5,\); got .* of shape \(\)"):

@@ -13,7 +13,14 @@ from torch import Tensor
 from agentrl.ops.frozen_head import FrozenHead
 from agentrl.ops.gradient_sums import scale_rows, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
-from agentrl.ops.head_inputs import HeadInputs, check_tensors, is_whole, read_head_inputs, wants_gradient
+from agentrl.ops.head_inputs import (
+    HeadInputs,
+    check_tensors,
+    is_whole,
+    read_head_inputs,
+    refuse_batched,
+    wants_gradient,
+)
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import LogitPrecision
@@ -58,8 +65,8 @@ def fused_policy_loss(
 
     `action_log_probs` computes the logits twice because the upstream gradient is not known in forward. Here
     it is, so the first D tokens' exponentials wait for it in the memory that the weight's gradient is about
-    to fill, in 16 bits too, but not with a soft-cap, whose slope they would blur; for these tokens, three
-    matrix products replace four, at the same peak memory.
+    to fill, in 16 bits too, but not with a soft-cap, a loss of entropies or a learned temperature, which they
+    would blur; for these tokens, three matrix products replace four, at the same peak memory.
     `stash_bytes` on top hold those of tokens after them, if at least 64 (N * V * 4 bytes hold all, in
     float32); tokens beyond are recomputed, and tokens without gradient cost nothing more. The gradient of a
     frozen head takes two products, and three with entropy.
@@ -156,6 +163,7 @@ class _FusedLoss(torch.autograd.Function):
             )
         if scale is None:
             return (None,) * 11
+        refuse_batched("fused_policy_loss", upstream)
         if found is None:
             raise RuntimeError(
                 "fused_policy_loss gave its gradient away in the first backward; call it again"
@@ -180,7 +188,7 @@ def _differentiate(
 
     The latter is None where the loss does not depend on them: the head then skips their part of the gradient.
     """
-    positions = torch.arange(len(logp), device=logp.device) if rows is None else rows
+    positions = torch.arange(len(logp), device=logp.device) if rows is None else rows.clone()
     leaves = [part.detach().requires_grad_() for part in (logp, entropy) if part is not None]
     with torch.enable_grad():
         given = [leaf.clone() for leaf in leaves]  # token_loss may work in place

@@ -8,7 +8,7 @@ from torch import Tensor
 from agentrl.ops.gradient_sums import GradientSums, Phase, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
-from agentrl.ops.logit_map import LogitMap, Scores, Statistics, clamp_log_, id_columns
+from agentrl.ops.logit_map import LogitMap, Scores, Statistics, clamp_log_, id_columns, inverse
 from agentrl.ops.stash import Stash
 from agentrl.ops.tiles import Buffers, Factor, Grid, Tile, wide_product
 
@@ -154,9 +154,11 @@ class TiledHead:
 
         Nothing refers to its memory afterwards: a larger tile, beyond a cut of the grid, takes its place.
         """
-        whole = phase.inner and phase.outer
         temperatures = found.temperatures if phase.inner else None
-        gradient = self._tile_gradient(tile, upstream, temperatures, self.stash if whole else None)
+        # the log-probs of 16-bit exponentials are off by 2^-9, of which entropies that vary less keep nothing
+        blurred = self.precision.narrow and (upstream.entropy is not None or temperatures is not None)
+        readable = phase.inner and phase.outer and not blurred
+        gradient = self._tile_gradient(tile, upstream, temperatures, self.stash if readable else None)
         if found.bias is not None and phase.inner:
             found.bias[tile.v0 : tile.v1] += gradient.sum(0)
         sums.add(phase, tile, gradient, self.hidden, self.weight)
@@ -223,7 +225,7 @@ class TiledHead:
             self._put(kept, tile, self.targets, self.vocab_start, above)
         logp_gradient = upstream.logp[tokens, None]
         log_total = scores.log_total[tokens, None]
-        share = log_total.neg().exp_()
+        share = inverse(log_total)
         if upstream.entropy is None or scores.entropy is None:
             gradient.exp_().mul_(-logp_gradient * share)
         else:
@@ -241,9 +243,10 @@ class TiledHead:
     def _held_gradient(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
         """g * (1_y - p) with p = exp(z - m) * exp(m - maximum) / total: one pass over the tile."""
         tokens = slice(tile.n0, tile.n1)
-        log_share = maximum - upstream.scores.maximum[tokens, None]
-        log_share.sub_(upstream.scores.log_total[tokens, None])
-        factor = log_share.exp_().mul_(-upstream.logp[tokens, None])
+        log_total = upstream.scores.log_total[tokens, None] - (
+            maximum - upstream.scores.maximum[tokens, None]
+        )
+        factor = inverse(log_total).mul_(-upstream.logp[tokens, None])
         return self._put_exact(self._copied(exp).mul_(factor), tile, upstream)
 
     def _held_logits(self, tile: Tile, upstream: Upstream, exp: Tensor, maximum: Tensor) -> Tensor:
