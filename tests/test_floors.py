@@ -27,8 +27,8 @@ FLOORS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "ops": (
         2,
-        ("peak_memory", "uncompiled", "visibility", "attention", "bfloat16_product", "tiles", "logit_map",
-         "head_inputs", "head_gradients", "gradient_sums", "stash", "tiled_head", "frozen_head", "log_probs",
+        ("peak_memory", "uncompiled", "visibility", "attention", "bfloat16_product", "tiles", "gradient_sums",
+         "logit_map", "head_inputs", "head_gradients", "stash", "tiled_head", "frozen_head", "log_probs",
          "fused_loss", "losses"),
     ),
     "models": (

@@ -74,6 +74,33 @@ def _shards(rank: int) -> None:
         torch.testing.assert_close(found[1], found[0], **close)
 
 
+def _float16_shards(rank: int) -> None:
+    """Confident tokens, whose float16 gradients wait for a late factor in units of their rows."""
+    hidden, weight, bias, _, targets, upstream = (part.detach() for part in _drawn())
+    bias.zero_()[0] = 14.0
+    targets.zero_()
+    rows = slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
+    group = dist.group.WORLD
+    for frozen in (False, True):
+        exact = [t.half().double().requires_grad_() for t in (hidden, weight)]
+        log_probs = (exact[0] @ exact[1].T + bias).log_softmax(-1)[:, 0]
+        wanted = torch.autograd.grad(log_probs, exact, upstream * 64)
+        leaves = [hidden.half().requires_grad_(), weight[rows].half().requires_grad_(not frozen)]
+        fused = fused_policy_loss(
+            leaves[0],
+            leaves[1],
+            targets,
+            lambda p, _, i: upstream[i] * p / 1024,
+            bias=bias[rows],
+            group=group,
+        ).loss
+        score = action_log_probs(leaves[0], leaves[1], targets, bias=bias[rows], group=group)
+        for loss in (fused * 65536.0, (score * upstream.float() / 1024).sum() * 65536.0):
+            found = torch.autograd.grad(loss, leaves[:1] if frozen else leaves)
+            for mine, true in zip(found, (wanted[0], wanted[1][rows]), strict=False):
+                assert (mine.double() - true).norm() <= 1e-3 * true.norm()
+
+
 def _sharded_by_fsdp(rank: int, mesh_shape: tuple[int, ...]) -> None:
     """Each rank scores its own tokens; the weight's gradient is the mean over ranks, as FSDP2 has it.
 
@@ -101,6 +128,7 @@ def _start(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
         _shards(rank)
+        _float16_shards(rank)
         for mesh_shape in ((2,), (2, 1), (1, 2)):
             _sharded_by_fsdp(rank, mesh_shape)
     finally:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.ops.gradient_sums import RowSum, as_operand
+from agentrl.ops.gradient_sums import RowSum, as_operand, divide_by_units_
 from agentrl.ops.logit_map import Scores, Statistics, inverse, log_sum
 from agentrl.ops.tiled_head import TiledHead
 from agentrl.ops.tiles import WIDENED_ROWS, Tile
@@ -15,8 +15,10 @@ from agentrl.ops.tiles import WIDENED_ROWS, Tile
 class FrozenHead(TiledHead):
     """A tiled head of which hidden alone wants a gradient: two matrix products."""
 
-    def scores_with_hidden_slope(self) -> tuple[Scores, Tensor]:
+    def scores_with_hidden_slope(self) -> tuple[Scores, Tensor, Tensor | None]:
         """The scores, and d log-prob / d hidden [N, D] in hidden's dtype, in the same pass: two products.
+
+        A float16 slope waits for its upstream gradient in units, which come third, float32 [N].
 
         With q = exp(z - running maximum), sum_v q_v W_v is rescaled as the maximum grows and divided by
         sum_v q_v at the end, which shards of the vocabulary do in common, with their statistics. The target
@@ -29,7 +31,10 @@ class FrozenHead(TiledHead):
         dtype = hidden.dtype if self.group is None else self.precision.wide
         slope = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
         held = [slope] if slope.dtype == self.precision.wide else None
-        sums = RowSum(slope, held, self.precision, self.buffers)
+        units = None
+        if slope.dtype == torch.float16:
+            units = slope.new_empty(len(self.targets), dtype=self.precision.wide)
+        sums = RowSum(slope, held, self.precision, self.buffers, units=units)
         for tile in self.grid.walk(vocab_outermost=False):
             self._add(tile, found, sums)
             if tile.last_in_row and self.group is None:
@@ -42,7 +47,9 @@ class FrozenHead(TiledHead):
                 stop = min(start + self.grid.tokens, num_tokens)
                 self._finish(sums, found, start, stop)
             dist.all_reduce(slope[:num_tokens], group=self.group)
-        return found.scores(), slope.to(hidden.dtype)
+            if hidden.dtype == torch.float16:
+                units = divide_by_units_(slope[:num_tokens])
+        return found.scores(), slope.to(hidden.dtype), units
 
     def _add(self, tile: Tile, found: Statistics, sums: RowSum) -> None:
         """Take in a tile, in the scores and in the rows of hidden's slope."""

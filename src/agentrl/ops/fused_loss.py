@@ -3,7 +3,6 @@
 # N action tokens, V vocabulary, D width
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,7 @@ def fused_policy_loss(
     Backward multiplies by the upstream scalar, in place, and so runs once. The other arguments, errors and
     roundings are `action_log_probs`'; in 16 bits, a token's probabilities are also rounded once more on
     their way, and so is the gradient by the upstream scalar. A scalar that keeps float16 in range (a
-    GradScaler's) does so here too.
+    GradScaler's) does so here too: until it arrives, each row of a gradient has a unit of its own.
 
     >>> hidden = torch.zeros(3, 2, requires_grad=True)
     >>> advantage = torch.tensor([1.0, -1.0, 0.5])
@@ -170,9 +169,11 @@ class _FusedLoss(torch.autograd.Function):
             )
         ctx.gradients = None
         parts = (found.hidden, found.weight, found.bias, found.temperatures)
-        for part in parts:
-            if part is not None:
-                _multiply_(part, scale * found.unit)
+        for part, units in zip(parts, (found.hidden_units, found.weight_units, None, None), strict=True):
+            if part is not None and units is not None:
+                scale_rows(part, scale.expand(len(part)), out=part, units=units)
+            elif part is not None:
+                _multiply_(part, scale)  # wide where the input is a float16 vector: autograd casts it
         return (None,) * 5 + parts + (None, None)
 
 
@@ -209,26 +210,6 @@ def _differentiate(
     return loss.detach(), upstream, None if entropy is None else found[1]
 
 
-def _in_units(
-    upstream: Tensor, entropy_upstream: Tensor | None, inputs: HeadInputs
-) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """The upstream gradients, and what to multiply the result with in backward, all in one unit.
-
-    float16 ends at 6e-8, where gradients of a mean over many tokens begin. Backward brings the factor that a
-    GradScaler puts before the loss, but the gradients are rounded in forward: in units of their sum's 16th,
-    neither a token's part nor the sum of all leaves the range.
-    """
-    if inputs.hidden.dtype != torch.float16:
-        return upstream, entropy_upstream, 1.0
-    total = upstream.abs().sum()
-    if entropy_upstream is not None:
-        total += entropy_upstream.abs().sum()
-    _, exponent = torch.frexp(total)
-    power = torch.ldexp(torch.ones_like(total), exponent - 4)  # of two: changes no rounding
-    unit = torch.where(total.isfinite() & (total > 0), power, 1.0)
-    return upstream / unit, None if entropy_upstream is None else entropy_upstream / unit, unit
-
-
 def _multiply_(part: Tensor, factor: Tensor) -> None:
     """Multiply in place by a scalar, which is not rounded to part's 16 bits first."""
     if factor.device.type != "cpu":
@@ -259,15 +240,18 @@ def _loss_and_hidden_gradient(
     inputs: HeadInputs, token_loss: TokenLoss, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Gradients]:
     """Loss, log-probs and the gradient of a frozen head, in one pass over the tiles."""
-    scores, hidden_gradient = FrozenHead(inputs, rows).scores_with_hidden_slope()
+    scores, hidden_gradient, units = FrozenHead(inputs, rows).scores_with_hidden_slope()
     logp = scores.log_prob
     loss, upstream, _ = _differentiate(token_loss, logp, None, rows, wanted=True)
-    upstream, _, unit = _in_units(upstream, None, inputs)
-    scored = hidden_gradient[: len(logp)]
-    scale_rows(scored, upstream, out=scored)
+    if units is None:
+        scored = hidden_gradient[: len(logp)]
+        scale_rows(scored, upstream, out=scored)
+    else:
+        units.mul_(upstream)  # the rows are multiplied once, in backward
     if rows is not None:
         spread_rows_(hidden_gradient, rows)
-    return loss, logp, Gradients(hidden=hidden_gradient, unit=unit)
+        units = None if units is None else units.new_zeros(len(hidden_gradient)).index_copy_(0, rows, units)
+    return loss, logp, Gradients(hidden=hidden_gradient, hidden_units=units)
 
 
 def _loss_and_gradients(
@@ -292,7 +276,6 @@ def _loss_and_gradients(
     loss, logp_gradient, entropy_gradient = _differentiate(
         token_loss, logp, entropy_value, rows, wanted=wanted
     )
-    logp_gradient, entropy_gradient, unit = _in_units(logp_gradient, entropy_gradient, inputs)
     if not wanted:
         return loss, logp, entropy_value, Gradients()
     upstream = Upstream(logp_gradient, entropy_gradient, scores)
@@ -301,5 +284,5 @@ def _loss_and_gradients(
         upstream = upstream.select(kept)
         rows = kept if rows is None else rows[kept]
         head = TiledHead(inputs, rows, None if stash is None else stash.select(kept))
-    gradients = head.gradients(upstream, needs)
-    return loss, logp, entropy_value, replace(reduce_and_cast(gradients, inputs), unit=unit)
+    gradients = head.gradients(upstream, needs, waiting=True)
+    return loss, logp, entropy_value, reduce_and_cast(gradients, inputs, waiting=True)

@@ -35,12 +35,14 @@ class RowSum:
         precision: Precision,
         buffers: Buffers,
         unscale: Tensor | None = None,
+        units: Tensor | None = None,
     ) -> None:
         self.gradient = gradient
         self.sums = sums
         self.precision = precision
         self.buffers = buffers
         self.unscale = unscale  # divides out the factor that kept float16 products in range
+        self.units = units  # [R], written where rows are cast: what each is still to be multiplied by
 
     def rows(self, start: int, stop: int) -> Tensor:
         """The running sums of rows [start, stop), none across the end of a piece, in the wide dtype."""
@@ -80,10 +82,12 @@ class RowSum:
             self.finish(start, stop)
 
     def finish(self, start: int, stop: int) -> None:
-        """Cast rows [start, stop) to the gradient's dtype once their last product is in."""
+        """Cast rows [start, stop) to the gradient's dtype, in units or not, once their last product is in."""
         sums, gradient = self.rows(start, stop), self.gradient[start:stop]
         if self.unscale is not None:
             sums.mul_(self.unscale)
+        if self.units is not None:
+            self.units[start:stop] = divide_by_units_(sums)
         if self.sums is None or self.sums[0].data_ptr() != self.gradient.data_ptr():
             gradient.copy_(sums)
         elif self.sums[0] is not self.gradient:
@@ -123,9 +127,12 @@ class GradientSums:
         *,
         stashed: bool,
         spare_bytes: int,
+        hidden_units: Tensor | None = None,
+        weight_units: Tensor | None = None,
     ) -> None:
         """`hidden` (at least N rows) and `weight` are the gradients, unwritten; None where not wanted.
 
+        So are their rows' units, float32 [N] and [V]; None where rows are cast as they are.
         `stashed`: the weight's gradient holds exponentials until each of its tiles is written. Inner sums of
         at most `spare_bytes` have memory of their own.
         """
@@ -134,14 +141,16 @@ class GradientSums:
             grid = replace(grid, tokens=max(1, grid.tokens // 2))
         self.grid = grid
         self.vocab_outermost = stashed or (weight is not None and not longer)
-        sides = (weight, grid.num_vocab), (hidden, grid.num_tokens)
-        (outer, outer_rows), (inner, inner_rows) = sides if self.vocab_outermost else sides[::-1]
+        sides = (weight, grid.num_vocab, weight_units), (hidden, grid.num_tokens, hidden_units)
+        if not self.vocab_outermost:
+            sides = sides[::-1]
+        (outer, outer_rows, outer_units), (inner, inner_rows, inner_units) = sides
         self.phases = [Phase(0, outer_rows, inner=True, outer=True)]
         sums: list[RowSum | None] = [None, None]
         if outer is not None:
             found = outer[:outer_rows]
             held = None if found.dtype != precision.wide or stashed else [found]
-            sums[0] = RowSum(found, held, precision, buffers, unscale)
+            sums[0] = RowSum(found, held, precision, buffers, unscale, outer_units)
         if inner is not None:
             found = inner[:inner_rows]
             held = [found]
@@ -152,7 +161,7 @@ class GradientSums:
                     held = [found.new_empty(found.shape, dtype=precision.wide)]
                 else:
                     held = self._borrow(inner, outer, inner_rows, precision.wide)
-            sums[1] = RowSum(found, held, precision, buffers, unscale)
+            sums[1] = RowSum(found, held, precision, buffers, unscale, inner_units)
         self.weight, self.hidden = sums if self.vocab_outermost else sums[::-1]
         self.precision, self.buffers = precision, buffers
         self.first_waiting = 0  # token
@@ -248,13 +257,32 @@ def as_operand(gradient: Tensor, precision: Precision, buffers: Buffers) -> Tens
     )
 
 
-def scale_rows(slope: Tensor, upstream: Tensor, out: Tensor) -> None:
+def divide_by_units_(sums: Tensor) -> Tensor:
+    """Divide each row of float32 sums [R, D] by a power of two of its own, and give these units [R] back.
+
+    A row's largest magnitude comes to [2^13, 2^14), in the midst of float16's range, so that the cast loses
+    nothing of a row that waits for the factor, a GradScaler's say, which will bring it there. The unit is 1
+    where a row is zero or not finite.
+    """
+    largest = torch.linalg.vector_norm(sums, torch.inf, dim=1)
+    mantissa, _ = torch.frexp(largest)
+    power = (largest / mantissa * 2.0**-14).clamp_(min=torch.finfo(sums.dtype).tiny)
+    units = power.where(largest.isfinite() & (largest > 0), 1.0)
+    sums.div_(units[:, None])
+    return units
+
+
+def scale_rows(slope: Tensor, upstream: Tensor, out: Tensor, units: Tensor | None = None) -> None:
     """Write slope [N, D] times upstream [N] to out [N, D], which may be slope, in blocks of rows.
 
-    Where upstream is zero, so is the product: a NaN in a token without upstream gradient stays where it is.
+    A slope in `units` [N] is multiplied by both in one step, so that it is rounded once. Where upstream is
+    zero, so is the product: a NaN in a token without upstream gradient stays where it is.
     """
-    parts = (part.split(WIDENED_ROWS) for part in (slope, upstream, out))
-    for rows, factors, scaled in zip(*parts, strict=True):
+    for start in range(0, len(slope), WIDENED_ROWS):
+        block = slice(start, start + WIDENED_ROWS)
+        rows, factors, scaled = slope[block], upstream[block], out[block]
+        if units is not None:
+            factors = factors * units[block]
         torch.mul(rows, factors[:, None], out=scaled).masked_fill_((factors == 0)[:, None], 0.0)
 
 

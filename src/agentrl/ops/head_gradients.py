@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.ops.gradient_sums import divide_by_units_
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import Scores, clamp_log_
 
@@ -71,18 +72,29 @@ class Gradients:
     weight: Tensor | None = None  # [V, D]
     bias: Tensor | None = None  # [V]
     temperatures: Tensor | None = None  # [N]
-    unit: Tensor | float = 1.0  # what all of them are still to be multiplied by
+    # what the rows of hidden and weight are still to be multiplied by, [N] and [V]; None means nothing
+    hidden_units: Tensor | None = None
+    weight_units: Tensor | None = None
 
 
-def reduce_and_cast(found: Gradients, inputs: HeadInputs) -> Gradients:
-    """Add up the parts of vocabulary shards, and give every gradient its input's dtype."""
+def reduce_and_cast(found: Gradients, inputs: HeadInputs, *, waiting: bool = False) -> Gradients:
+    """Add up the parts of vocabulary shards, and give every gradient its input's dtype.
+
+    `waiting`: a factor is still to come, so float16 rows are in units, and a float16 bias's or temperature's
+    gradient stays wide.
+    """
     parts = (found.hidden, found.weight, found.bias, found.temperatures)
     if inputs.settings.group is not None:
         for part in (found.hidden, found.temperatures):
             if part is not None:
                 dist.all_reduce(part, group=inputs.settings.group)
+    units = found.hidden_units
+    half = waiting and inputs.hidden.dtype == torch.float16
+    if half and found.hidden is not None and found.hidden.dtype != inputs.hidden.dtype:
+        units = divide_by_units_(found.hidden)
     dtypes = (None if tensor is None else tensor.dtype for tensor in inputs[:4])
     hidden, weight, bias, temperatures = (
-        None if part is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)
+        part if part is None or (waiting and part.ndim == 1 and dtype == torch.float16) else part.to(dtype)
+        for part, dtype in zip(parts, dtypes, strict=True)
     )
-    return Gradients(hidden, weight, bias, temperatures)
+    return Gradients(hidden, weight, bias, temperatures, units, found.weight_units)

@@ -233,8 +233,8 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.hidden_slope_known = grad_enabled and ctx.needs.only_hidden() and not entropy
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             if ctx.hidden_slope_known:
-                scores, slope = FrozenHead(inputs).scores_with_hidden_slope()
-                ctx.save_for_backward(slope, inputs.hidden)
+                scores, *slope = FrozenHead(inputs).scores_with_hidden_slope()
+                ctx.save_for_backward(*slope, inputs.hidden)
                 return scores.log_prob, None
             scores = TiledHead(inputs, stash=stash).scores(entropy=entropy)
         ctx.save_for_backward(*inputs[:5], *scores)
@@ -251,7 +251,7 @@ class _HeadLogProbs(torch.autograd.Function):
         saved = ctx.saved_tensors  # unpacked once, as a checkpoint demands
         with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             found = (
-                _hidden_gradient(saved[0], given[0])
+                _hidden_gradient(saved[0], saved[1], given[0])
                 if ctx.hidden_slope_known
                 else _gradients(ctx, saved, *upstream)
             )
@@ -262,9 +262,9 @@ class _HeadLogProbs(torch.autograd.Function):
         return None, None, None, *parts, None, None
 
 
-def _hidden_gradient(slope: Tensor, upstream: Tensor) -> Gradients:
+def _hidden_gradient(slope: Tensor, units: Tensor | None, upstream: Tensor) -> Gradients:
     gradient = torch.empty_like(slope)
-    scale_rows(slope, upstream, out=gradient)
+    scale_rows(slope, upstream, out=gradient, units=units)
     return Gradients(hidden=gradient)
 
 

@@ -120,18 +120,20 @@ class TiledHead:
         if self.stash is not None and not capped:
             self.stash.keep(tile, exp, found.maximum)
 
-    def gradients(self, upstream: Upstream, needs: Needs) -> Gradients:
+    def gradients(self, upstream: Upstream, needs: Needs, *, waiting: bool = False) -> Gradients:
         """Recompute the tiles that the stash does not hold, and sum the gradients of all.
 
-        One product for the logits, one for hidden, one for the weight. The stash is lost.
+        One product for the logits, one for hidden, one for the weight. The stash is lost. `waiting`: a factor
+        is still to come, so rows that are cast to float16 are in units.
         """
         if len(self.targets) == 0:
             return self._zero_gradients(needs)
         upstream, unscale = self._sloped(upstream)
-        found = self._empty_gradients(needs)
+        found = self._empty_gradients(needs, waiting=waiting)
         sums = GradientSums(
             self.grid, found.hidden, found.weight, self.precision, self.buffers, unscale,
             stashed=self.stash is not None, spare_bytes=self.spare_bytes,
+            hidden_units=found.hidden_units, weight_units=found.weight_units,
         )  # fmt: skip
         for phase, tile in sums.walk():
             self._add_gradients(phase, tile, upstream, found, sums)
@@ -141,10 +143,12 @@ class TiledHead:
         if self.rows is not None:
             if found.hidden is not None:
                 spread_rows_(found.hidden, self.rows)
-            if found.temperatures is not None:
-                found.temperatures = found.temperatures.new_zeros(len(self.hidden.source)).index_copy_(
-                    0, self.rows, found.temperatures
-                )
+            found.temperatures, found.hidden_units = (
+                None
+                if part is None
+                else part.new_zeros(len(self.hidden.source)).index_copy_(0, self.rows, part)
+                for part in (found.temperatures, found.hidden_units)
+            )
         return found
 
     def _add_gradients(
@@ -163,7 +167,7 @@ class TiledHead:
             found.bias[tile.v0 : tile.v1] += gradient.sum(0)
         sums.add(phase, tile, gradient, self.hidden, self.weight)
 
-    def _empty_gradients(self, needs: Needs) -> Gradients:
+    def _empty_gradients(self, needs: Needs, *, waiting: bool) -> Gradients:
         """Memory for what is wanted; sums of bias and temperatures start at zero."""
         hidden, weight, wide = self.hidden.source, self.weight.source, self.precision.wide
         found = Gradients()
@@ -175,6 +179,10 @@ class TiledHead:
             found.weight = self.stash.weight_gradient
         elif needs.weight:
             found.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if waiting and found.hidden is not None and found.hidden.dtype == torch.float16:
+            found.hidden_units = hidden.new_empty(len(self.targets), dtype=wide)
+        if waiting and found.weight is not None and found.weight.dtype == torch.float16:
+            found.weight_units = weight.new_empty(len(weight), dtype=wide)
         if needs.bias:
             found.bias = hidden.new_zeros(len(weight), dtype=wide)
         if needs.temperatures:
