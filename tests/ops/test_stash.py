@@ -1,5 +1,6 @@
 """Exponentials kept in the weight's gradient: read once, for any tokens, and only where they may be kept."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -134,3 +135,16 @@ def test_what_graphs_hold_while_they_wait() -> None:
 
     assert 3 * gradient <= peak(False) <= 3 * gradient + tiles
     assert peak(True) <= tiles
+
+
+def test_a_frozen_head_holds_nothing_of_hidden() -> None:
+    hidden, weight, targets = problem(8, 40, 4)
+    rows = hidden * 1
+    scores = action_log_probs(rows, weight.detach(), targets)
+    rows.mul_(2)  # which a tensor that waits for backward would forbid
+    kept = weakref.ref(rows)
+    del rows
+    assert kept() is None
+    (found,) = torch.autograd.grad(scores.sum(), hidden)
+    (wanted,) = torch.autograd.grad(action_log_probs(hidden, weight.detach(), targets).sum(), hidden)
+    assert torch.equal(found, wanted)

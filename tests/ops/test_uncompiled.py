@@ -50,12 +50,17 @@ def test_compiled_callers_get_the_same_bits(
 
 
 @pytest.mark.parametrize("step", [general, fused])
-def test_compiled_backwards_give_the_same_bits(step: Step, arguments: tuple[Tensor, ...]) -> None:
-    wanted = torch.autograd.grad(step(*arguments), arguments[:2])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compiled_backwards_give_the_same_bits(
+    step: Step, frozen: bool, arguments: tuple[Tensor, ...]
+) -> None:
+    arguments[1].requires_grad_(not frozen)
+    trained = arguments[: 1 if frozen else 2]
+    wanted = torch.autograd.grad(step(*arguments), trained)
     torch.compiler.reset()
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(lambda *given: step(*given).backward(), backend="aot_eager")(*arguments)
-    for leaf, gradient in zip(arguments, wanted, strict=False):
+    for leaf, gradient in zip(trained, wanted, strict=True):
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, gradient)
 

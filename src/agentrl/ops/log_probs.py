@@ -201,7 +201,8 @@ def action_log_probs(
         stashed=not recompute and wants_gradient(weight),
     )
     stash = None if recompute else _reserve(inputs)
-    log_probs, entropy = _HeadLogProbs.apply(return_entropy, torch.is_grad_enabled(), stash, *inputs)
+    source = [inputs.hidden[:0].clone()]  # in a list, it is no input that wants a gradient
+    log_probs, entropy = _HeadLogProbs.apply(return_entropy, torch.is_grad_enabled(), stash, source, *inputs)
     return (log_probs, entropy) if return_entropy else log_probs
 
 
@@ -224,17 +225,23 @@ def _reserve(inputs: HeadInputs) -> Stash | None:
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, entropy: bool, grad_enabled: bool, stash: Stash | None, *arguments: Any
+        ctx: Any,
+        entropy: bool,
+        grad_enabled: bool,
+        stash: Stash | None,
+        source: list[Tensor],
+        *arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """`source` [0, D] comes from hidden: it leads a second derivative there, and holds nothing of it."""
         inputs = HeadInputs(*arguments)
         ctx.set_materialize_grads(False)
         ctx.settings = inputs.settings
-        ctx.needs = Needs(*ctx.needs_input_grad[3:7])
+        ctx.needs = Needs(*ctx.needs_input_grad[4:8])
         ctx.hidden_slope_known = grad_enabled and ctx.needs.only_hidden() and not entropy
         with torch.autocast(inputs.hidden.device.type, enabled=False):
             if ctx.hidden_slope_known:
                 scores, *slope = FrozenHead(inputs).scores_with_hidden_slope()
-                ctx.save_for_backward(*slope, inputs.hidden)
+                ctx.save_for_backward(*slope, *source)
                 return scores.log_prob, None
             scores = TiledHead(inputs, stash=stash).scores(entropy=entropy)
         ctx.save_for_backward(*inputs[:5], *scores)
@@ -246,7 +253,7 @@ class _HeadLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         given = [gradient for gradient in upstream if gradient is not None]
         if not given:
-            return (None,) * 9
+            return (None,) * 10
         refuse_batched("action_log_probs", given)
         saved = ctx.saved_tensors  # unpacked once, as a checkpoint demands
         with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
@@ -259,7 +266,7 @@ class _HeadLogProbs(torch.autograd.Function):
         if torch.is_grad_enabled():
             sources = [t for t in (*upstream, *saved) if t is not None and t.requires_grad]
             parts = tuple(None if part is None else _Once.apply(part, *sources) for part in parts)
-        return None, None, None, *parts, None, None
+        return (None,) * 4 + (*parts, None, None)
 
 
 def _hidden_gradient(slope: Tensor, units: Tensor | None, upstream: Tensor) -> Gradients:
