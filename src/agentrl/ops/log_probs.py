@@ -163,10 +163,10 @@ def action_log_probs(
     Where rounding remains: the target's logit is computed in float64, so that its rounding, most of a
     log-prob's error, is gone; log-sum-exp and gradients are summed in float32. For 16-bit inputs,
     `logits="float32"` rounds no logit to 16 bits; `"input"` does, and is faster, most of all on CPUs without
-    Intel's AMX, where a float32 logit takes a product of widened factors. The factors of both gradient
-    products have 16 bits (a tile's dz is rounded, as autograd rounds it for full logits), and the sum is
-    rounded once to the gradient's dtype; for bfloat16 on CPUs without AMX, so is each tile's contribution
-    before it is summed.
+    Intel's AMX, where products of widened factors are float32 ones. Elsewhere the factors of both gradient
+    products have 16 bits (a tile's dz is rounded, as autograd rounds it for full logits). The sum is rounded
+    once to the gradient's dtype; for bfloat16 with `"input"` on CPUs without AMX, so is each tile's
+    contribution before it is summed.
 
     `group`: each rank holds the rows [V/K, D] of a vocabulary sharded in rank order, with its part of the
     bias, and the same hidden, targets (ids in the whole vocabulary) and upstream gradients. Log-sum-exp and

@@ -63,9 +63,12 @@ class Precision:
 
     @property
     def gradient_operands(self) -> torch.dtype:
-        """The dtype of a gradient's factors. On CPU, a float16 product could overflow its float16 result."""
+        """The dtype of a gradient's factors: wide where those of a logit are, and so are at hand.
+
+        On CPU, a float16 product could overflow its float16 result.
+        """
         widen = self.inputs == torch.float16 and self.device.type != "cuda"
-        return self.wide if widen else self.inputs
+        return self.wide if widen or self.logit_operands == self.wide else self.inputs
 
 
 def default_tile_bytes(precision: Precision, tiles_held: int, width: int, *, stashed: bool) -> int:
