@@ -236,10 +236,8 @@ def measure(
         for name, head in heads.items():
             turns[name].seconds.append(seconds(lambda head=head: head.step(case), device, clock))
     gradients = sum(t.numel() * t.element_size() for t in case.leaves())
-    peak_rate, (errors, rounding) = (
-        matmul_peak(case.hidden.dtype, device, clock),
-        log_prob_errors(heads, case),
-    )
+    peak_rate = matmul_peak(case.hidden.dtype, device, clock)
+    errors, rounding = log_prob_errors(heads, case)
     plain = turns[size.names[0]].median()
     return {
         name: {

@@ -1,4 +1,4 @@
-"""Every way to a float32 product of 16-bit factors, wherever the tests run."""
+"""Every way to a float32 product of 16-bit factors, wherever the tests run, and what several tests hold."""
 
 from typing import Any
 
@@ -31,3 +31,17 @@ def imitate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("agentrl.ops.tiles.mm_float32_", product)
     monkeypatch.setattr("agentrl.ops.head_inputs.Precision", precision)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """The 2-norm of the error, of the exact one's."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def draw_same_signed(v: int, d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """16,384 tokens that all push one way: a bf16 sum of their gradients would stall."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.rand(16_384, d, generator=generator) + 0.5).bfloat16()
+    weight = (torch.randn(v, d, generator=generator) * 0.1).bfloat16().requires_grad_()
+    upstream = torch.rand(16_384, generator=generator) + 0.5
+    return hidden, weight, torch.zeros(16_384, dtype=torch.int64), upstream

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.conftest import BOTH_WAYS, choose, needs_gemm
+from tests.ops.conftest import BOTH_WAYS, choose, needs_gemm, relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,10 +33,6 @@ def full_gradients(leaves: list[Tensor], targets: Tensor, upstream: Tensor) -> t
     logits = (hidden @ weight.T + bias) / temperatures[:, None]
     log_probs = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     return torch.autograd.grad(log_probs, leaves, upstream.to(log_probs.dtype))
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 # more vocabulary, more tokens, as many of both (odd and even), widths and sizes that nothing divides

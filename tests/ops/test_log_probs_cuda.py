@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.conftest import imitate_cuda
+from tests.ops.conftest import draw_same_signed, imitate_cuda, relative_error
 from torch import Tensor
 
 from agentrl.ops.fused_loss import fused_policy_loss
@@ -45,10 +45,6 @@ class Problem:
 
     def exact(self) -> list[Tensor]:
         return [leaf.detach().double().requires_grad_() for leaf in self.leaves]
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize(
@@ -123,11 +119,8 @@ def test_a_weight_gradient_over_many_same_signed_tokens(
     v: int, d: int, tile_bytes: int | None, with_hidden: bool, device: str
 ) -> None:
     """Products are added in float32 whatever the tile; all that is rounded to bfloat16 is dz and the sum."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = (torch.rand(16_384, d, generator=generator) + 0.5).bfloat16().to(device)
-    weight = (torch.randn(v, d, generator=generator) * 0.1).bfloat16().to(device).requires_grad_()
-    upstream = (torch.rand(16_384, generator=generator) + 0.5).to(device)
-    targets = torch.zeros(16_384, dtype=torch.int64, device=device)
+    hidden, weight, targets, upstream = (part.detach().to(device) for part in draw_same_signed(v, d))
+    weight.requires_grad_()
     double = weight.detach().double().requires_grad_()
     exact_score = (hidden.double() @ double.T).log_softmax(-1)[:, 0]
     (exact,) = torch.autograd.grad(exact_score, double, upstream.double())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.conftest import BOTH_WAYS, choose, needs_gemm
+from tests.ops.conftest import BOTH_WAYS, choose, draw_same_signed, needs_gemm, relative_error
 from torch import Tensor
 
 from agentrl.ops.fused_loss import fused_policy_loss
@@ -55,9 +55,6 @@ def test_errors_are_within_twice_those_of_full_logits(
     head = weight.detach() if frozen else weight
     ours = action_log_probs(hidden, head, targets, logits=logits, tile_bytes=1 << 17)  # type: ignore[arg-type]
 
-    def relative(found: Tensor, exact: Tensor) -> float:
-        return float((found.double() - exact).norm() / exact.norm())
-
     assert ours.dtype == torch.float32
     worst, plain_worst = ((found.double() - exact).abs().max() for found in (ours, plain))
     assert worst <= 2 * plain_worst + 1e-6
@@ -66,18 +63,12 @@ def test_errors_are_within_twice_those_of_full_logits(
         largest = (hidden.double() @ weight.double().T).abs().max()
         assert worst <= 4 * torch.finfo(torch.float32).eps * largest
     gradients = torch.autograd.grad(ours, [hidden] if frozen else [hidden, weight], upstream)
-    assert relative(gradients[0], hidden_exact) <= 2 * relative(plain_hidden, hidden_exact) + 1e-5
+    assert relative_error(gradients[0], hidden_exact) <= 2 * relative_error(plain_hidden, hidden_exact) + 1e-5
     if not frozen:
-        assert relative(gradients[1], weight_exact) <= 2 * relative(plain_weight, weight_exact) + 1e-5
-
-
-def draw_same_signed(v: int, d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """16,384 tokens that all push one way: a bf16 sum of their gradients would stall."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = (torch.rand(16_384, d, generator=generator) + 0.5).bfloat16()
-    weight = (torch.randn(v, d, generator=generator) * 0.1).bfloat16().requires_grad_()
-    upstream = torch.rand(16_384, generator=generator) + 0.5
-    return hidden, weight, torch.zeros(16_384, dtype=torch.int64), upstream
+        assert (
+            relative_error(gradients[1], weight_exact)
+            <= 2 * relative_error(plain_weight, weight_exact) + 1e-5
+        )
 
 
 @pytest.mark.parametrize("native", BOTH_WAYS)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ops.conftest import relative_error
 from torch import Tensor
 
 from agentrl.ops.fused_loss import fused_policy_loss
@@ -37,10 +38,6 @@ def plain_gradients(
     log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     loss = -(weights * log_probs.gather(1, tensors[3][:, None]).squeeze(1)).sum()
     return torch.autograd.grad(loss * SCALE, leaves)
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.ops.frozen_head import FrozenHead
-from agentrl.ops.gradient_sums import scale_rows, spread_rows_
+from agentrl.ops.gradient_sums import scale_rows, spread, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream, reduce_and_cast
 from agentrl.ops.head_inputs import (
     HeadInputs,
@@ -145,8 +145,10 @@ class _FusedLoss(torch.autograd.Function):
                     inputs, token_loss, needs, rows, entropy=entropy, stash_bytes=stash_bytes
                 )
         if rows is not None:
-            logp = _spread(logp, rows, len(inputs.targets))
-            entropy_value = None if entropy_value is None else _spread(entropy_value, rows, len(logp))
+            logp = spread(logp, rows, len(inputs.targets), torch.nan)
+            entropy_value = (
+                None if entropy_value is None else spread(entropy_value, rows, len(logp), torch.nan)
+            )
         ctx.gradients = gradients
         ctx.mark_non_differentiable(logp, *([] if entropy_value is None else [entropy_value]))
         ctx.set_materialize_grads(False)
@@ -175,11 +177,6 @@ class _FusedLoss(torch.autograd.Function):
             elif part is not None:
                 _multiply_(part, scale)  # wide where the input is a float16 vector: autograd casts it
         return (None,) * 5 + parts + (None, None)
-
-
-def _spread(scores: Tensor, rows: Tensor, num_tokens: int) -> Tensor:
-    """The scores of the tokens `rows` among all, [num_tokens]; NaN elsewhere."""
-    return scores.new_full((num_tokens,), torch.nan).index_copy_(0, rows, scores)
 
 
 def _differentiate(
@@ -250,7 +247,7 @@ def _loss_and_hidden_gradient(
         units.mul_(upstream)  # the rows are multiplied once, in backward
     if rows is not None:
         spread_rows_(hidden_gradient, rows)
-        units = None if units is None else units.new_zeros(len(hidden_gradient)).index_copy_(0, rows, units)
+        units = None if units is None else spread(units, rows, len(hidden_gradient))
     return loss, logp, Gradients(hidden=hidden_gradient, hidden_units=units)
 
 

@@ -286,6 +286,11 @@ def scale_rows(slope: Tensor, upstream: Tensor, out: Tensor, units: Tensor | Non
         torch.mul(rows, factors[:, None], out=scaled).masked_fill_((factors == 0)[:, None], 0.0)
 
 
+def spread(values: Tensor, rows: Tensor, num_rows: int, fill: float = 0.0) -> Tensor:
+    """The values of `rows` among all [num_rows]; `fill` elsewhere."""
+    return values.new_full((num_rows,), fill).index_copy_(0, rows, values)
+
+
 def spread_rows_(compact: Tensor, rows: Tensor) -> None:
     """Move the first len(rows) rows of compact [N, D] to positions `rows` (ascending); others become zero.
 

@@ -113,7 +113,7 @@ def read_head_inputs(
             raise ValueError(f"{name} must be positive and finite, or None for no {name}; got {value!r}")
     temperatures = None
     if isinstance(temperature, Tensor):
-        temperatures, temperature = _token_temperatures(temperature, hidden), 1.0
+        temperatures, temperature = _token_temperatures(temperature, hidden, precision.wide), 1.0
     elif not _is_positive(temperature):
         raise ValueError(
             f"temperature must be positive and finite, got {temperature!r}; greedy sampling has no log-prob"
@@ -215,7 +215,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor 
             raise ValueError(f"hidden is on {hidden.device} but {name} is on {tensor.device}")
 
 
-def _token_temperatures(temperature: Tensor, hidden: Tensor) -> Tensor:
+def _token_temperatures(temperature: Tensor, hidden: Tensor, wide: torch.dtype) -> Tensor:
     given = tuple(temperature.shape)
     if temperature.ndim == 0:
         temperature = temperature.expand(hidden.shape[0])
@@ -226,7 +226,6 @@ def _token_temperatures(temperature: Tensor, hidden: Tensor) -> Tensor:
         )
     if temperature.device != hidden.device:
         raise ValueError(f"hidden is on {hidden.device} but temperature is on {temperature.device}")
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     computed = temperature.detach().to(wide)
     wrong = ~((computed > 0) & computed.isfinite())
     if bool(wrong.any()):

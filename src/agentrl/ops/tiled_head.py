@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from agentrl.ops.gradient_sums import GradientSums, Phase, spread_rows_
+from agentrl.ops.gradient_sums import GradientSums, Phase, spread, spread_rows_
 from agentrl.ops.head_gradients import Gradients, Needs, Upstream
 from agentrl.ops.head_inputs import HeadInputs
 from agentrl.ops.logit_map import LogitMap, Scores, Statistics, clamp_log_, id_columns, inverse
@@ -143,12 +143,11 @@ class TiledHead:
         if self.rows is not None:
             if found.hidden is not None:
                 spread_rows_(found.hidden, self.rows)
-            found.temperatures, found.hidden_units = (
-                None
-                if part is None
-                else part.new_zeros(len(self.hidden.source)).index_copy_(0, self.rows, part)
-                for part in (found.temperatures, found.hidden_units)
-            )
+            num_tokens = len(self.hidden.source)
+            if found.temperatures is not None:
+                found.temperatures = spread(found.temperatures, self.rows, num_tokens)
+            if found.hidden_units is not None:
+                found.hidden_units = spread(found.hidden_units, self.rows, num_tokens)
         return found
 
     def _add_gradients(
